@@ -1,0 +1,54 @@
+//! Digests: XXH3-128 for chunks, BLAKE3 for the identity of a whole state.
+//!
+//! A chunk digest is identity *within one repository* and integrity against rot; it is not
+//! cryptographic and never compared across owners (FORMAT.md, section "Digests").
+
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+use xxhash_rust::xxh3::xxh3_128;
+
+/// XXH3-128 of a chunk's raw bytes (seed 0).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ChunkDigest(pub u128);
+
+impl ChunkDigest {
+    /// Digest of these bytes.
+    #[must_use]
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(xxh3_128(bytes))
+    }
+}
+
+impl fmt::Display for ChunkDigest {
+    /// 32 lower-case hex digits.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for ChunkDigest {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, formatter)
+    }
+}
+
+impl Serialize for ChunkDigest {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for ChunkDigest {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
+        parse_hex_u128(&text).map(Self).ok_or_else(|| D::Error::custom("a digest is 32 lower-case hex digits"))
+    }
+}
+
+/// Reads exactly 32 lower-case hex digits.
+#[must_use]
+pub fn parse_hex_u128(text: &str) -> Option<u128> {
+    let canonical = text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    if canonical { u128::from_str_radix(text, 16).ok() } else { None }
+}
