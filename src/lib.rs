@@ -1,8 +1,57 @@
 //! Varvite: a checkpoint engine for training runs.
-#![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
+//!
+//! # Map
+//!
+//! A module uses only layers below its own; siblings don't import each other (`tests/layering.rs`).
+//!
+//! | layer | modules |
+//! |---|---|
+//! | bindings | `py` (feature `python`): the only place that names pyo3 |
+//! | background | [`saver`]: saves on a thread of their own |
+//! | facade | [`repository`]: repository, save session, snapshot; clock and randomness |
+//! | act | [`stage`], [`write`], [`read`], [`commit`], [`recover`], [`sweep`], [`verify`] |
+//! | know | [`inflight`]: who reads or writes what |
+//! | decide | [`plan`], [`catalog`], [`retain`]: pure functions |
+//! | bytes | [`codec`], [`format`], [`store`] |
+//! | ground | [`region`], [`tensor`], [`digest`], [`finite`], [`kernel`], [`threads`], [`kill`], [`error`] |
+//!
+//! # Invariants
+//!
+//! * A snapshot exists if and only if its manifest does; publishing the manifest is the commit.
+//! * Published objects are immutable. What a manifest refers to was durable before it was published.
+//! * `format` does no I/O and never panics, whatever the bytes; `store` never looks inside bytes.
+//! * `plan`, `catalog` and `retain` have no clock, randomness, environment or I/O.
+//! * No byte reaches a caller's buffer before the digest of its chunk was checked.
+//! * Nobody deletes what somebody holds; nobody waits for a deletion.
+//! * `unsafe` stands only in `kernel.rs` and `py/buffer.rs`, each block with its proof.
 
+pub mod catalog;
+pub mod codec;
+pub mod commit;
 pub mod digest;
 pub mod error;
+pub mod finite;
 pub mod format;
+pub mod inflight;
+pub mod kernel;
+pub mod kill;
+pub mod plan;
+pub mod read;
+pub mod recover;
+pub mod region;
+pub mod repository;
+pub mod retain;
+pub mod saver;
+pub mod stage;
 pub mod store;
+pub mod sweep;
 pub mod tensor;
+pub mod threads;
+pub mod verify;
+pub mod write;
+
+#[cfg(feature = "python")]
+mod py;
+
+pub use error::{Error, Result};
+pub use repository::{Access, Options, Repository, SaveReport, SaveRequest, SaveSession, Snapshot};

@@ -1,0 +1,209 @@
+"""Compare Varvite with what people use today, end to end, on the same states in one run.
+
+Each measurement runs in a process of its own. The machine's raw limits are taken in the same
+run. Speed is reported, never asserted; that every load equals what was saved is asserted. The
+exit code is 0 unless something failed to run.
+
+Example:
+    python benches/compare.py --scale 0.1 --only W1,W4 --peers varvite,torch
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from comparison import host, raw_limits, repository, worker
+from comparison.figures import as_json, figures
+from comparison.measure import SETTLED_SAVES
+from comparison.peers import PEERS
+from comparison.report import render
+from comparison.summary import summaries
+from comparison.workloads import WORKLOADS
+
+DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / "benchmark-run"
+GROWTH_SAVES = 20
+LONG_BUDGET_SECONDS = 60.0
+BUDGET_SECONDS = 10.0
+LIMIT_REPEATS = 3
+OPEN_RUNS = 5
+
+
+def main() -> int:
+    """Run what was asked for; print the report; 1 if something failed to run."""
+    settings = _arguments()
+    begin = time.perf_counter()
+    run = Run(settings)
+    try:
+        run.everything()
+    finally:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    results = run.results
+    results["wall_seconds"] = time.perf_counter() - begin
+    results["figures"] = as_json(figures(results, summaries(results)))
+    print(render(results))
+    print(f"\n{results['wall_seconds'] / 60:.1f} minutes.")
+    if settings.json:
+        settings.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 1 if results["failures"] else 0
+
+
+def _names(known: dict[str, Any]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"no such name: `{name}`; known: {list(known)}")
+        return names
+
+    return parse
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the full sizes")
+    parser.add_argument(
+        "--only", type=_names(WORKLOADS), default=list(WORKLOADS), help="workloads, by comma"
+    )
+    parser.add_argument(
+        "--peers", type=_names(PEERS), default=None, help=f"of {','.join(PEERS)}; all that are here"
+    )
+    parser.add_argument("--repeat", type=int, default=5, help="saves and loads of each kind")
+    parser.add_argument("--snapshots", type=int, default=10_000, help="in the large repository")
+    parser.add_argument("--json", type=Path, default=None, help="write every sample to this file")
+    parser.add_argument(
+        "--folder", type=Path, default=DEFAULT_FOLDER, help="where to save; a new folder in it"
+    )
+    settings = parser.parse_args()
+    if settings.scale <= 0 or settings.repeat < 1:
+        parser.error("--scale and --repeat must be positive")
+    return settings
+
+
+class Run:
+    """One run: its folder, its results so far, and what failed."""
+
+    def __init__(self, settings: argparse.Namespace) -> None:
+        self.settings = settings
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = (settings.folder / f"run-{time.time_ns()}").resolve()
+        self.folder.mkdir()
+        self.results: dict[str, Any] = {
+            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": host.describe_machine(self.folder),
+            "settings": {"scale": settings.scale, "repeat": settings.repeat},
+            "versions": {},
+            "left_out": {},
+            "raw_limits": {},
+            "runs": {},
+            "failures": [],
+        }
+
+    def everything(self) -> None:
+        """All workloads, then what only a repository has."""
+        peers = self._installed()
+        for workload in self.settings.only:
+            self._workload(workload, peers)
+        if "varvite" in peers:
+            self._attempt("import", self._import)
+            self._attempt("many snapshots", self._many_snapshots)
+
+    def _installed(self) -> list[str]:
+        wanted = self.settings.peers or list(PEERS)
+        present = []
+        for name in wanted:
+            version = PEERS[name].version()
+            if version is not None:
+                present.append(name)
+                self.results["versions"][PEERS[name].package] = version
+                continue
+            self.results["left_out"][name] = "not installed"
+            # Not to find what was asked for by name, or what this is all about, is a failure.
+            if self.settings.peers or name == "varvite":
+                self.results["failures"].append((name, "not installed"))
+        return present
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
+        print(f"{what} ...", file=sys.stderr, flush=True)
+        begin = time.perf_counter()
+        try:
+            action()
+        except worker.MeasurementFailed as error:
+            self.results["failures"].append((what, str(error)))
+            print(f"{what}: failed", file=sys.stderr, flush=True)
+        else:
+            seconds = time.perf_counter() - begin
+            print(f"{what}: {seconds:.1f} s", file=sys.stderr, flush=True)
+
+    def _workload(self, workload: str, peers: list[str]) -> None:
+        runs: dict[str, Any] = self.results["runs"].setdefault(workload, {})
+        taken: list[dict[str, Any]] = []
+        self._attempt(f"{workload} raw limits", lambda: taken.append(self._limits(workload)))
+        for name in peers:
+            run = runs.setdefault(name, {})
+            self._attempt(
+                f"{workload} {name}", lambda run=run, name=name: self._peer(workload, name, run)
+            )
+        if workload == "W1":
+            # The longest, and the one with figures for the disk, which may have drifted
+            # meanwhile: its limits are those of before and after.
+            self._attempt(f"{workload} raw limits", lambda: taken.append(self._limits(workload)))
+        if taken:
+            self.results["raw_limits"][workload] = raw_limits.merge(taken)
+
+    def _limits(self, workload: str) -> dict[str, Any]:
+        arguments = {
+            "workload": workload,
+            "scale": self.settings.scale,
+            "folder": str(self.folder / "raw"),
+            "repeat": LIMIT_REPEATS,
+        }
+        limits: dict[str, Any] = worker.run("raw_limits", arguments)
+        return limits
+
+    def _peer(self, workload: str, name: str, run: dict[str, Any]) -> None:
+        folder = self.folder / f"{workload}-{name}"
+        long = workload == "W1"
+        task = {
+            "peer": name,
+            "workload": workload,
+            "scale": self.settings.scale,
+            "folder": str(folder),
+            "repeat": SETTLED_SAVES + GROWTH_SAVES - 1 if long else self.settings.repeat,
+            "budget_seconds": LONG_BUDGET_SECONDS if long else BUDGET_SECONDS,
+        }
+        try:
+            run["save"] = worker.run("save", task)
+            task |= {"repeat": self.settings.repeat, "budget_seconds": BUDGET_SECONDS}
+            run["load"] = worker.run("load", task)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _import(self) -> None:
+        self.results["import"] = repository.measure_import()
+
+    def _many_snapshots(self) -> None:
+        folder = str(self.folder / "snapshots")
+        arguments = {
+            "folder": folder,
+            "count": self.settings.snapshots,
+            "budget_seconds": LONG_BUDGET_SECONDS,
+        }
+        filled = worker.run("many_snapshots", arguments)
+        opened = [worker.run("open", {"folder": folder}) for _ in range(OPEN_RUNS)]
+        opened.sort(key=lambda sample: float(sample["known_seconds"]))
+        self.results["repository"] = filled | opened[OPEN_RUNS // 2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

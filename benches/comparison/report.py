@@ -1,0 +1,222 @@
+"""The tables: Markdown, so that what a terminal shows can stand in a page as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comparison.figures import MIB, figures
+from comparison.peers import PEERS
+from comparison.summary import Summary, summaries
+from comparison.workloads import WORKLOADS
+
+LIMIT_TITLES = {
+    "memcpy": "memcpy into touched memory",
+    "write": "write + fsync",
+    "write_direct": "write + fsync, O_DIRECT",
+    "read_cold": "read, cold",
+    "read_cold_direct": "read, cold, O_DIRECT",
+    "read_warm": "read, warm",
+}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table with aligned columns: text left, numbers right."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+
+    def line(cells: list[str]) -> str:
+        first, *rest = (
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join([first, *rest]) + " |"
+
+    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(head), line(rule), *map(line, rows)])
+
+
+def render(results: dict[str, Any]) -> str:
+    """The whole report."""
+    found = summaries(results)
+    sections = [_machine(results)]
+    for workload in results["runs"]:
+        sections.append(_workload(workload, results, found.get(workload, {})))
+    if "repository" in results:
+        sections.append(_repository(results))
+    sections.append(_figures(results, found))
+    if results["failures"]:
+        failed = "\n\n".join(f"**{what}**\n\n```\n{why}\n```" for what, why in results["failures"])
+        sections.append(f"## Failed to run\n\n{failed}")
+    return "\n\n".join(sections)
+
+
+def _machine(results: dict[str, Any]) -> str:
+    machine, settings = results["machine"], results["settings"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        f"{machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, Linux {machine['kernel']}, "
+        f"{machine['file_system']}, Python {machine['python']}.",
+        f"{versions}.",
+        f"Scale {settings['scale']:g}; load average at the start {machine['load_average']:.2f}.",
+    ]
+    lines += [f"Left out: {name} ({why})." for name, why in results["left_out"].items()]
+    return "\n".join(lines)
+
+
+def _workload(name: str, results: dict[str, Any], found: dict[str, Summary]) -> str:
+    title = f"## {name}: {WORKLOADS[name].title}"
+    if not found:
+        return f"{title}\n\nNothing was measured."
+    first = next(iter(found.values()))
+    payload = (
+        f"{first.payload_bytes / 1e6:.1f} MB in {first.tensor_count:,} tensors, "
+        f"{first.changed_bytes / 1e6:.1f} MB of them changed between two saves."
+    )
+    parts = [title, payload]
+    raw = results["raw_limits"].get(name)
+    if raw:
+        parts.append(_limits(raw))
+    parts += [_saves(found, raw), _loads(found, raw)]
+    if "varvite" in found and len(found) > 1:
+        parts.append(_against_peers(found))
+    return "\n\n".join(parts)
+
+
+def _limits(raw: dict[str, Any]) -> str:
+    rows = []
+    for name, seconds in raw["seconds"].items():
+        kind, _, count = name.rpartition("_")
+        if not count.isdigit():
+            kind, count = name, "1"
+        taken = raw["samples"][name]
+        rows.append(
+            [
+                LIMIT_TITLES[kind],
+                count,
+                f"{seconds * 1e3:.1f}",
+                f"{raw['length_bytes'] / seconds / 1e9:.2f}",
+                f"{min(taken) * 1e3:.1f} .. {max(taken) * 1e3:.1f}",
+            ]
+        )
+    return table(["raw limit", "threads", "ms", "GB/s", "spread, ms"], rows)
+
+
+def _ratio(seconds: float, raw: dict[str, Any] | None, name: str) -> str:
+    if raw is None or name not in raw["seconds"]:
+        return "-"
+    return f"{seconds / raw['seconds'][name]:.2f}"
+
+
+def _memcpy_name(raw: dict[str, Any] | None) -> str:
+    return f"memcpy_{raw['threads']}" if raw else ""
+
+
+def _saves(found: dict[str, Summary], raw: dict[str, Any] | None) -> str:
+    rows = []
+    for name, summary in found.items():
+        growth = "-" if summary.growth_bytes is None else f"{summary.growth_bytes / MIB:.1f}"
+        rows.append(
+            [
+                PEERS[name].title,
+                f"{summary.first_blocked_seconds * 1e3:.1f}",
+                f"{summary.blocked_seconds * 1e3:.1f}",
+                _ratio(summary.blocked_seconds, raw, _memcpy_name(raw)),
+                f"{summary.durable_seconds * 1e3:.0f}",
+                _ratio(summary.durable_seconds, raw, "write"),
+                f"{summary.cpu_seconds:.2f}",
+                f"{summary.written_bytes / 1e6:.2f}",
+                str(summary.file_count),
+                f"{summary.save_peak_bytes / MIB:.0f}",
+                f"{growth} / {summary.growth_saves}",
+            ]
+        )
+    head = [
+        "save",
+        "first blocked ms",
+        "blocked ms",
+        "x memcpy",
+        "durable ms",
+        "x write",
+        "CPU s",
+        "MB written",
+        "files",
+        "peak MiB beyond the state",
+        "growth MiB / saves",
+    ]
+    return table(head, rows)
+
+
+def _loads(found: dict[str, Summary], raw: dict[str, Any] | None) -> str:
+    rows = []
+    for name, summary in found.items():
+        for load in summary.loads:
+            place = f"in place {load.in_place_share:.0%}" if load.in_place else "fresh"
+            cold = f"{load.cold_seconds * 1e3:.1f}"
+            if load.cached_share > 0.05:
+                cold += f" ({load.cached_share:.0%} was cached)"
+            rows.append(
+                [
+                    f"{PEERS[name].title}: {load.name}",
+                    place,
+                    f"{load.warm_seconds * 1e3:.1f}",
+                    _ratio(load.warm_seconds, raw, _memcpy_name(raw)),
+                    cold,
+                    _ratio(load.cold_seconds, raw, "read_cold_1"),
+                    f"{load.peak_bytes / MIB:.1f}",
+                ]
+            )
+    head = ["load", "into", "warm ms", "x memcpy", "cold ms", "x raw read", "peak MiB extra"]
+    return table(head, rows)
+
+
+def _against_peers(found: dict[str, Summary]) -> str:
+    ours = found["varvite"]
+    rows = []
+    for name, theirs in found.items():
+        if name == "varvite":
+            continue
+        pairs = (
+            (theirs.blocked_seconds, ours.blocked_seconds),
+            (theirs.durable_seconds, ours.durable_seconds),
+            (theirs.cpu_seconds, ours.cpu_seconds),
+            (theirs.best_load.warm_seconds, ours.best_load.warm_seconds),
+            (theirs.best_load.cold_seconds, ours.best_load.cold_seconds),
+            (theirs.written_bytes, ours.written_bytes),
+        )
+        cells = [f"{other / own:.2f}" if own else "-" for other, own in pairs]
+        rows.append([PEERS[name].title, *cells])
+    head = ["times Varvite", "blocked", "durable", "CPU", "load warm", "load cold", "written"]
+    return table(head, rows)
+
+
+def _repository(results: dict[str, Any]) -> str:
+    repository = results["repository"]
+    rows = [
+        [
+            f"{repository['snapshot_count']:,}",
+            f"{repository['open_seconds'] * 1e3:.1f}",
+            f"{repository['known_seconds'] * 1e3:.1f}",
+            f"{repository['few_seconds'] * 1e3:.2f}",
+            f"{repository['many_seconds'] * 1e3:.2f}",
+            f"{repository['fill_seconds']:.1f}",
+        ]
+    ]
+    head = [
+        "snapshots",
+        "open ms",
+        "open and newest known ms",
+        "tiny save among 10 ms",
+        "tiny save among all ms",
+        "making them s",
+    ]
+    return f"## Many snapshots\n\n{table(head, rows)}"
+
+
+def _figures(results: dict[str, Any], found: dict[str, dict[str, Summary]]) -> str:
+    rows = [[row.name, row.target, row.measured, row.verdict] for row in figures(results, found)]
+    note = ""
+    if results["settings"]["scale"] != 1.0:
+        note = "The figures are for scale 1; this run was scaled.\n\n"
+    return f"## Figures of the issue\n\n{note}" + table(
+        ["name", "target", "measured", "verdict"], rows
+    )

@@ -1,0 +1,111 @@
+"""From samples to one number each: medians over all saves but the first, and over all loads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from comparison.measure import SETTLED_SAVES
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """One way of one peer to load."""
+
+    name: str
+    in_place: bool
+    in_place_share: float
+    warm_seconds: float
+    cold_seconds: float
+    cached_share: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One peer on one workload."""
+
+    peer: str
+    payload_bytes: int
+    tensor_count: int
+    changed_bytes: int
+    first_blocked_seconds: float
+    blocked_seconds: float
+    durable_seconds: float
+    cpu_seconds: float
+    written_bytes: int
+    second_written_bytes: int
+    file_count: int
+    save_peak_bytes: int
+    growth_bytes: int | None
+    growth_saves: int
+    open_seconds: float
+    loads: tuple[LoadSummary, ...]
+
+    @property
+    def best_load(self) -> LoadSummary:
+        """The fastest way to load, warm."""
+        return min(self.loads, key=lambda load: load.warm_seconds)
+
+
+def summarize(peer: str, saves: dict[str, Any], loads: dict[str, Any]) -> Summary:
+    """The summary of one peer's two measurements."""
+    first, *later = saves["samples"]
+
+    def median(key: str) -> Any:
+        return statistics.median(sample[key] for sample in later)
+
+    every = saves["samples"]
+    growth_saves = max(0, len(every) - SETTLED_SAVES)
+    growth_bytes = None
+    if growth_saves:
+        growth_bytes = every[-1]["resident_bytes"] - every[SETTLED_SAVES - 1]["resident_bytes"]
+    return Summary(
+        peer=peer,
+        payload_bytes=saves["payload_bytes"],
+        tensor_count=saves["tensor_count"],
+        changed_bytes=saves["changed_bytes"],
+        first_blocked_seconds=first["blocked_seconds"],
+        blocked_seconds=median("blocked_seconds"),
+        durable_seconds=median("durable_seconds"),
+        cpu_seconds=median("cpu_seconds"),
+        written_bytes=round(median("written_bytes")),
+        second_written_bytes=later[0]["written_bytes"],
+        file_count=round(median("file_count")),
+        save_peak_bytes=max(sample["peak_bytes"] for sample in every) - saves["baseline_bytes"],
+        growth_bytes=growth_bytes,
+        growth_saves=growth_saves,
+        open_seconds=loads["open_seconds"],
+        loads=tuple(_load_summary(mode) for mode in loads["modes"]),
+    )
+
+
+def _load_summary(mode: dict[str, Any]) -> LoadSummary:
+    every = mode["warm"] + mode["cold"]
+    return LoadSummary(
+        name=mode["name"],
+        in_place=mode["in_place"],
+        in_place_share=min(sample["in_place_share"] for sample in every),
+        warm_seconds=statistics.median(sample["seconds"] for sample in mode["warm"]),
+        cold_seconds=statistics.median(sample["seconds"] for sample in mode["cold"]),
+        cached_share=max(sample["cached_share"] for sample in mode["cold"]),
+        # Below zero means that the load got by with memory the process had freed before.
+        peak_bytes=max(0, *(sample["peak_bytes"] for sample in every)),
+    )
+
+
+def summaries(results: dict[str, Any]) -> dict[str, dict[str, Summary]]:
+    """All summaries by workload and peer; what failed is absent."""
+    table: dict[str, dict[str, Summary]] = {}
+    for workload, peer, run in _runs(results):
+        if "save" in run and "load" in run:
+            table.setdefault(workload, {})[peer] = summarize(peer, run["save"], run["load"])
+    return table
+
+
+def _runs(results: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for workload, peers in results["runs"].items():
+        for peer, run in peers.items():
+            yield workload, peer, run

@@ -1,0 +1,108 @@
+"""Facts of snapshots as public records, and the fall back from damaged ones."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from varvite.errors import CorruptionError, InvalidInputError, StoreError
+from varvite.plain import type_name
+from varvite.records import SnapshotInfo
+from varvite.state import from_text, unflatten
+
+if TYPE_CHECKING:
+    from varvite._native import Header
+    from varvite.reading import SnapshotView
+
+__all__ = ["all_damaged", "falling_back", "make_info", "reference_text", "skip", "tags_by_seq"]
+
+
+def reference_text(ref: int | str) -> str:
+    """Returns a reference as the engine reads it; a number is a step.
+
+    Raises:
+        InvalidInputError: It is neither a number nor a text.
+
+    Example:
+        >>> reference_text(100)
+        'step:100'
+    """
+    if isinstance(ref, str):
+        return ref
+    if isinstance(ref, bool) or not hasattr(ref, "__index__"):
+        reason = f"must be a step or a text such as `latest`, not {type_name(ref)}"
+        raise InvalidInputError(f"invalid reference `{ref}`: {reason}", what="ref", reason=reason)
+    return f"step:{ref.__index__()}"
+
+
+def tags_by_seq(tags: dict[str, int]) -> dict[int, list[str]]:
+    """Returns the names of each commit number.
+
+    Example:
+        >>> tags_by_seq({"a": 1, "b": 1})
+        {1: ['a', 'b']}
+    """
+    by_seq: dict[int, list[str]] = {}
+    for name, seq in tags.items():
+        by_seq.setdefault(seq, []).append(name)
+    return by_seq
+
+
+def make_info(header: Header, tags: dict[int, list[str]]) -> SnapshotInfo:
+    """Makes the public record of a snapshot's header."""
+    metadata = unflatten(from_text(header["metadata"]), _no_leaf)
+    return SnapshotInfo(
+        seq=header["seq"],
+        step=header["step"],
+        parent=header["parent"],
+        created_at=datetime.fromtimestamp(header["created_at_unix_ms"] / 1000, tz=UTC),
+        world_size=header["world_size"],
+        metrics=dict(header["metrics"]),
+        metadata=metadata if isinstance(metadata, dict) else {},
+        kind=header["kind"],
+        raw_bytes=header["raw_bytes"],
+        stored_bytes=header["stored_bytes"],
+        healthy=header["healthy"],
+        nonfinite=dict(header["nonfinite"]),
+        tags=tags.get(header["seq"], []),
+        digest=header["digest"],
+    )
+
+
+def _no_leaf(name: str) -> None:
+    raise CorruptionError(f"corrupt metadata: it refers to a tensor: `{name}`", what="metadata", name=name)
+
+
+@contextmanager
+def falling_back(ref: int | str, view: SnapshotView, skipped: list[tuple[int, str]]) -> Iterator[None]:
+    """With `latest`, notes a snapshot that turns out damaged, and goes on after the block; any other
+    reference raises.
+    """
+    try:
+        yield
+    except (CorruptionError, StoreError) as error:
+        gone = isinstance(error, StoreError) and error.errno == errno.ENOENT
+        if ref != "latest" or not (gone or isinstance(error, CorruptionError)):
+            raise
+        skip(view.header["seq"], error, skipped)
+
+
+def skip(seq: int, error: CorruptionError | StoreError, skipped: list[tuple[int, str]]) -> None:
+    """Notes and says that a snapshot can't be used."""
+    skipped.append((seq, str(error)))
+    warnings.warn(f"snapshot {seq} can't be used, going back to the one before: {error}", RuntimeWarning, stacklevel=4)
+
+
+def all_damaged(skipped: list[tuple[int, str]]) -> CorruptionError:
+    """Returns the error where every snapshot is damaged."""
+    lines = "\n".join(f"  snapshot {seq}: {why}" for seq, why in skipped)
+    return CorruptionError(
+        f"every snapshot is damaged:\n{lines}",
+        hint="check the device, and look with `varvite verify`; nothing was deleted",
+        what="snapshots",
+        skipped=skipped,
+    )

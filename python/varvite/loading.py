@@ -1,0 +1,161 @@
+"""Loads without live objects: the whole nest, some tensors, or into tensors that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from varvite.errors import InvalidInputError
+from varvite.objects import read_tree
+from varvite.plain import loaded
+from varvite.reading import EntryRow, SnapshotView
+from varvite.restore import Problems, fill_in_place
+from varvite.state import StateDict, flatten, from_text, structure_leaves, unflatten
+from varvite.tensors import allocate
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["fill_state_dict", "load_nest", "load_rng", "load_tensors"]
+
+
+def load_nest(view: SnapshotView, *, device: torch.device | str | None, mmap: bool) -> dict[str, Any]:
+    """Reads a snapshot as the nest that was saved, objects under their keyword.
+
+    Args:
+        view: The snapshot.
+        device: Where tensors go; `None` for CPU.
+        mmap: Whether tensors may be views of the mapped pack.
+    """
+    state_tree, objects = read_tree(view.reader.structure())
+    trees = {keyword: saved.structure for keyword, saved in objects.items()}
+    everything: list[Any] = [state_tree, *trees.values()]
+    buffers = _read(view, everything, device=device, mmap=mmap)
+    nest: dict[str, Any] = {}
+    if state_tree is not None:
+        nest.update(unflatten(state_tree, buffers.__getitem__))
+    for keyword, tree in trees.items():
+        value = unflatten(tree, buffers.__getitem__)
+        nest[keyword] = dict(value) if isinstance(value, StateDict) else value
+    return nest
+
+
+def load_rng(view: SnapshotView, rank: int) -> dict[str, Any] | None:
+    """Reads the state of a rank's random number generators, or `None` where it was not saved."""
+    text = view.reader.rank_structures().get(rank)
+    if text is None:
+        return None
+    tree = from_text(text)
+    nest = unflatten(tree, _read(view, [tree], device=None, mmap=False).__getitem__)
+    found = nest.get("rng") if isinstance(nest, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def load_tensors(
+    view: SnapshotView, patterns: Iterable[str], *, device: torch.device | str | None, mmap: bool
+) -> dict[str, Any]:
+    """Reads some tensors by name.
+
+    Args:
+        view: The snapshot.
+        patterns: Names, or globs over names.
+        device: Where tensors go; `None` for CPU.
+        mmap: Whether tensors may be views of the mapped pack.
+
+    Returns:
+        The tensors by name; tied ones are one object.
+
+    Raises:
+        TensorNotFoundError: A pattern matches nothing.
+    """
+    rows = view.select(patterns)
+    buffers: dict[str, Any] = {}
+    fresh: dict[str, Any] = {}
+    for row in rows:
+        first = _first_name(row)
+        if first not in buffers:
+            mapped = view.map(row.name, is_array=False) if mmap else None
+            buffers[first] = allocate(row.dtype, row.shape) if mapped is None else mapped
+            if mapped is None:
+                fresh[row.name] = buffers[first]
+    view.read(fresh)
+    moved = {first: _move(value, device) for first, value in buffers.items()}
+    return {row.name: moved[_first_name(row)] for row in rows}
+
+
+def fill_state_dict(view: SnapshotView, state_dict: Mapping[str, Any], prefix: str) -> Problems:
+    """Fills the tensors of a state dict in place with the entries of the same names.
+
+    Args:
+        view: The snapshot.
+        state_dict: A flat state dict with dotted keys, or a nest of dicts and lists.
+        prefix: What stands before each name in the snapshot, such as `model`.
+
+    Returns:
+        What matched and what did not.
+
+    Raises:
+        MismatchError: No name matched.
+        InvalidInputError: It is no dict.
+    """
+    if not isinstance(state_dict, dict):
+        reason = "must be a dict of tensors"
+        raise InvalidInputError(f"invalid state_dict: {reason}", what="state_dict", reason=reason)
+    start = prefix.rstrip(".")
+    saved = [name for name in view.shared if not start or name.startswith(f"{start}.")]
+    live = _live_by_name(state_dict, start, set(saved))
+    plan = fill_in_place(live, saved, view, allow_narrowing=False)
+    if not plan.found.matched and (live or saved):
+        plan.found.mismatched = []
+        plan.found.check(strict=False)
+    view.read(plan.destinations)
+    plan.commit()
+    return plan.found
+
+
+def _live_by_name(state_dict: dict[str, Any], start: str, saved: set[str]) -> dict[str, Any]:
+    """Names the tensors as a nest or as a module's state dict, whichever the snapshot knows better."""
+    prefix = tuple(start.split(".")) if start else ()
+    candidates = []
+    for state in (StateDict(state_dict), state_dict):
+        if all(isinstance(key, str) for key in state_dict):
+            candidates.append({leaf.name: leaf.value for leaf in flatten(state, prefix=prefix).leaves})
+    if not candidates:
+        return {leaf.name: leaf.value for leaf in flatten(state_dict, prefix=prefix).leaves}
+    return max(candidates, key=lambda names: len(saved.intersection(names)))
+
+
+def _first_name(row: EntryRow) -> str:
+    return row.name if row.tied_to is None else row.tied_to
+
+
+def _read(
+    view: SnapshotView, trees: Iterable[Any], *, device: torch.device | str | None, mmap: bool
+) -> dict[str, Any]:
+    """Makes and fills memory for all leaves of some trees; tied leaves are one object."""
+    buffers: dict[str, Any] = {}
+    for tree in trees:
+        if tree is None:
+            continue
+        if mmap:
+            for reference in structure_leaves(tree):
+                row = view.row(reference.name)
+                if _first_name(row) not in buffers:
+                    mapped = view.map(row.name, is_array=reference.is_array)
+                    if mapped is not None:
+                        buffers[_first_name(row)] = mapped
+        mapped_names = set(buffers)
+        fresh = view.allocate_for(tree, known=buffers)
+        view.read({name: value for name, value in view.unique(fresh).items() if _first_name(view.row(name)) not in mapped_names})
+        buffers.update(fresh)
+    if device is None:
+        return buffers
+    moved: dict[int, Any] = {}
+    return {name: moved.setdefault(id(value), _move(value, device)) for name, value in buffers.items()}
+
+
+def _move(value: Any, device: torch.device | str | None) -> Any:
+    torch = loaded("torch")
+    if device is None or torch is None or not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device)

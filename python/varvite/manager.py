@@ -1,0 +1,613 @@
+"""`CheckpointManager`: the walks of a save and of a resume, and what else one does with a repository."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from varvite._native import Engine
+from varvite.background import BackgroundSave
+from varvite.errors import CheckpointError, CorruptionError, InvalidInputError, NotBuiltYetError, SnapshotNotFoundError
+from varvite.facts import all_damaged, falling_back, make_info, reference_text, skip, tags_by_seq
+from varvite.handles import SaveHandle
+from varvite.lifecycle import track
+from varvite.loading import fill_state_dict, load_nest, load_rng, load_tensors
+from varvite.reading import SnapshotView
+from varvite.records import (
+    EntryInfo,
+    Finding,
+    Kept,
+    Loaded,
+    LoadReport,
+    MergeReport,
+    Mismatched,
+    Removed,
+    ResumeReport,
+    RetentionPlan,
+    SaveTimings,
+    SnapshotInfo,
+    Stats,
+    SyncReport,
+    VerifyReport,
+)
+from varvite.restore import restore_objects
+from varvite.saving import describe_save
+from varvite.settings import MergePolicy, read_settings
+from varvite.training import rng as rng_state
+
+if TYPE_CHECKING:
+    from varvite._native import Header, Report
+    from varvite.keep import Keep
+
+__all__ = ["CheckpointManager", "MergePolicy"]
+
+Ref = int | str
+
+
+class CheckpointManager:
+    """Saves and restores the state of one training run in one folder.
+
+    One process at a time writes to a folder; others read it with `read_only=True`. A manager is used
+    from one thread. Under several ranks each rank makes its own.
+
+    Args:
+        path: Folder, or `file://` url. It is made, with a repository in it, if it is absent or empty.
+        keep: What to keep (`varvite.keep`); `None` keeps everything. Applied after each commit.
+        save_dtype: A narrower dtype to store floats in; not built yet.
+        compression: `auto` or `none`; today chunks are stored as they are.
+        delta: Whether a chunk may be stored as a difference; today unchanged chunks are not stored again.
+        staging: `copy`: `save` returns after a copy at memory speed.
+        async_save: Whether `save` returns before the snapshot is durable.
+        merge: When old packs are rewritten; not built yet.
+        remote: A bucket to push to; not built yet.
+        sync_every: Push every so many snapshots.
+        remote_options: Options of the bucket.
+        rank: This process's rank, or `auto` for the launcher's.
+        world_size: Number of ranks, or `auto`.
+        process_group: A `torch.distributed` group to agree over.
+        threads: Threads that copy, digest and read; by default the cores of this process divided by the
+            processes of this machine (`VARVITE_THREADS` overrides).
+        chunk_bytes: Unit of reuse and verification in raw bytes, a power of two.
+        fsync: `False` gives up durability against power loss, for tests.
+        read_only: Changes nothing, not even leftovers of a crash, and needs no lock.
+        on_error: What the next call does with a failed background save: `raise` it, or `warn`.
+
+    Raises:
+        InvalidInputError: An argument is not legal.
+        NotARepositoryError: The folder holds something else, or nothing and `read_only` is set.
+        RepositoryLockedError: Another process writes here.
+        UnsupportedFormatError: A newer version wrote here.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder) as manager:
+        ...     start = manager.resume(model=model, optimizer=optimizer)
+        ...     for step in range(start, 3):
+        ...         handle = manager.save(step, model=model, optimizer=optimizer)
+        ...     manager.flush()
+        ...     [info.step for info in manager.snapshots()]
+        [0, 1, 2]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: Keep | None = None,
+        save_dtype: str | dict[str, str] | None = None,
+        compression: str = "auto",
+        delta: bool = True,
+        staging: str = "copy",
+        async_save: bool = True,
+        merge: MergePolicy | None = None,
+        remote: str | None = None,
+        sync_every: int = 1,
+        remote_options: dict[str, Any] | None = None,
+        rank: int | str | None = None,
+        world_size: int | str | None = None,
+        process_group: Any = None,
+        threads: int | None = None,
+        chunk_bytes: int = 1 << 20,
+        fsync: bool = True,
+        read_only: bool = False,
+        on_error: str = "raise",
+    ) -> None:
+        """Opens or makes the repository."""
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "path")}
+        self._settings = read_settings(path, arguments)
+        self._open(self._settings.access)
+        self._process = os.getpid()
+        self._background = BackgroundSave(on_error=self._settings.on_error, profile=self._settings.profile)
+        self._closed = False
+        track(self)
+
+    def _open(self, access: str) -> None:
+        settings = self._settings
+        self._engine = Engine(
+            settings.path,
+            access=access,
+            chunk_bytes=settings.chunk_bytes,
+            threads=settings.threads,
+            sync=settings.fsync,
+            rules=settings.rules,
+            rank=settings.rank,
+            world_size=settings.world_size,
+        )
+
+    # ---- save ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: dict[Any, Any] | None = None,
+        /,
+        *,
+        metrics: dict[str, float] | None = None,
+        metadata: dict[str, Any] | None = None,
+        rng: bool = True,
+        **objects: Any,
+    ) -> SaveHandle:
+        """Copies the state and commits it in the background.
+
+        When it returns, everything is copied, tensors and plain values alike: the caller may change
+        anything at once. It waits for the save before it, if one is still running.
+
+        Args:
+            step: The training step just finished, from 0.
+            state: A dict that holds a nest of dicts, lists, tuples, tensors, arrays and plain values.
+            metrics: Numbers to choose snapshots by; NaN and infinities are allowed.
+            metadata: A small dict of plain values, read with the header.
+            rng: Whether the state of this process's random number generators is saved too.
+            **objects: Modules, optimizers, anything with `state_dict()` and `load_state_dict()`, or plain
+                nests, each saved under its keyword.
+
+        Returns:
+            A handle to wait on; its `timings.blocked` is what this call cost.
+
+        Raises:
+            InvalidInputError: An argument or a value of the state can't be saved; names its path.
+            CheckpointError: An earlier background save failed; this one was not started.
+        """
+        started = time.perf_counter()
+        self._must_be_open("save")
+        queue_seconds = self._background.wait()
+        self._background.raise_failure()
+        payload = describe_save(step, state, metrics, metadata, objects, rng=rng, rank=self._settings.rank)
+        if self._settings.async_save:
+            job = self._engine.save(*payload.lists, **payload.texts)
+            timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
+            handle = SaveHandle(step, job, timings, self._info_of_report)
+        else:
+            report = self._engine.save_sync(*payload.lists, **payload.texts)
+            timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
+            handle = SaveHandle(step, None, timings, self._info_of_report, report)
+        self._background.started(handle)
+        return handle
+
+    def save_sync(
+        self,
+        step: int,
+        state: dict[Any, Any] | None = None,
+        /,
+        *,
+        metrics: dict[str, float] | None = None,
+        metadata: dict[str, Any] | None = None,
+        rng: bool = True,
+        **objects: Any,
+    ) -> SnapshotInfo:
+        """Saves and returns when the snapshot is durable; arguments and errors as `save`.
+
+        The bytes go straight from the tensors, without a copy of the state. No other thread may change
+        them meanwhile. Ctrl-C ends it without a snapshot.
+        """
+        started = time.perf_counter()
+        self._must_be_open("save")
+        queue_seconds = self._background.wait()
+        self._background.raise_failure()
+        payload = describe_save(step, state, metrics, metadata, objects, rng=rng, rank=self._settings.rank)
+        report = self._engine.save_sync(*payload.lists, **payload.texts)
+        timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
+        self._background.started(SaveHandle(step, None, timings, self._info_of_report, report))
+        return self._info_of_report(report)
+
+    def save_final(
+        self,
+        step: int,
+        state: dict[Any, Any] | None = None,
+        /,
+        *,
+        metrics: dict[str, float] | None = None,
+        metadata: dict[str, Any] | None = None,
+        rng: bool = True,
+        **objects: Any,
+    ) -> SnapshotInfo:
+        """Saves for the last time: durable when it returns; arguments and errors as `save`."""
+        return self.save_sync(step, state, metrics=metrics, metadata=metadata, rng=rng, **objects)
+
+    # ---- resume and load -----------------------------------------------------------------------
+
+    def resume(
+        self,
+        ref: Ref = "latest",
+        *,
+        strict: bool = True,
+        require: bool = False,
+        override: dict[str, Any] | None = None,
+        **objects: Any,
+    ) -> ResumeReport:
+        """Restores the run: objects in place, random number generators last.
+
+        Everything is validated before anything changes. With `latest`, a damaged snapshot is passed
+        over with a warning and the next older one is taken; any other reference never falls back.
+
+        Args:
+            ref: Which snapshot: a step, or a reference such as `latest`, `best:val_loss`, `tag:NAME`.
+            strict: Names must match both ways. Otherwise what matches is restored and the report lists
+                the rest; nothing matching at all is an error even then.
+            require: An empty repository is an error instead of a fresh start.
+            override: Hyper-parameters to set in every optimizer after the restore, such as
+                `{"lr": 1e-5}`; `{"allow_narrowing": True}` lets values be rounded to a narrower dtype.
+            **objects: The live objects, under the keywords they were saved under.
+
+        Returns:
+            A report that works as an int: the next step, 0 on a fresh start.
+
+        Raises:
+            SnapshotNotFoundError: The reference names none, or there is none and `require` is set.
+            MismatchError: Names, shapes or dtypes differ; lists all of them.
+            CorruptionError: The snapshot, or with `latest` every snapshot, is damaged.
+        """
+        self._must_be_open("resume")
+        self._settle()
+        if not self._engine.candidates() and ref == "latest" and not require:
+            return ResumeReport(step=None, next_step=0, fresh=True)
+        skipped: list[tuple[int, str]] = []
+        for view in self._usable(ref, skipped):
+            with falling_back(ref, view, skipped):
+                return self._restore(view, objects, strict=strict, override=override or {}, skipped=skipped)
+        raise all_damaged(skipped)
+
+    def _restore(
+        self,
+        view: SnapshotView,
+        objects: Mapping[str, Any],
+        *,
+        strict: bool,
+        override: Mapping[str, Any],
+        skipped: list[tuple[int, str]],
+    ) -> ResumeReport:
+        generators = load_rng(view, self._settings.rank)
+        restored = restore_objects(view, objects, strict=strict, override=override)
+        self._engine.adopt(view.reader, restored.is_whole)
+        if generators is not None:
+            rng_state.restore(generators)
+        info = self._info(view.header)
+        found = restored.found
+        return ResumeReport(
+            step=info.step,
+            next_step=info.step + 1,
+            fresh=False,
+            snapshot=info,
+            restored=restored.restored,
+            matched=found.matched,
+            missing=found.missing,
+            unexpected=found.unexpected,
+            mismatched=[Mismatched(*row) for row in found.mismatched],
+            defaulted=found.defaulted,
+            never_stepped=found.never_stepped,
+            overridden=restored.overridden,
+            skipped_snapshots=skipped,
+            rng="absent" if generators is None else "restored",
+            loader=restored.loader,
+            verified_bytes=view.verified_bytes,
+            digest=info.digest,
+        )
+
+    def load(
+        self, ref: Ref = "latest", *, names: list[str] | None = None, device: Any = None, mmap: bool = False
+    ) -> Loaded:
+        """Reads a snapshot into new tensors.
+
+        Args:
+            ref: Which snapshot. With `latest`, damaged ones are passed over with a warning.
+            names: Names, or globs over names (`model.*`); then the result is flat, tensors by name.
+            device: Where tensors go; by default CPU.
+            mmap: Give tensors that are views of the file where chunks are stored raw: no copy is made,
+                writing to them changes no file. Another program that truncates the pack ends this
+                process with SIGBUS at the next read, so the default reads.
+
+        Returns:
+            The nest that was saved, objects under their keyword.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot.
+            TensorNotFoundError: A name or glob matches nothing.
+            CorruptionError: Bytes differ from what was written.
+        """
+        self._must_be_open("load")
+        self._settle()
+        skipped: list[tuple[int, str]] = []
+        for view in self._usable(ref, skipped):
+            with falling_back(ref, view, skipped):
+                if names is not None:
+                    return Loaded(load_tensors(view, [names] if isinstance(names, str) else names, device=device, mmap=mmap), self._info(view.header))
+                nest = load_nest(view, device=device, mmap=mmap)
+                return Loaded(nest, self._info(view.header), load_rng(view, self._settings.rank))
+        raise all_damaged(skipped)
+
+    def load_latest(
+        self, *, names: list[str] | None = None, device: Any = None, mmap: bool = False
+    ) -> Loaded | None:
+        """Reads the newest usable snapshot; `None` only if the repository holds none at all.
+
+        Arguments, result and errors as `load`.
+        """
+        self._must_be_open("load")
+        self._settle()
+        if not self._engine.candidates():
+            return None
+        return self.load("latest", names=names, device=device, mmap=mmap)
+
+    def load_into(self, state_dict: dict[str, Any], ref: Ref = "latest", *, prefix: str = "") -> LoadReport:
+        """Fills the tensors of a state dict in place with the entries of the same names.
+
+        Args:
+            state_dict: A module's `state_dict()`, or a nest of dicts with tensors.
+            ref: Which snapshot. With `latest`, damaged ones are passed over with a warning.
+            prefix: What stands before each name in the snapshot, such as `model`.
+
+        Returns:
+            What was filled and what was not; a tensor whose shape or dtype differs is left alone.
+
+        Raises:
+            MismatchError: No name matched.
+            CorruptionError: Bytes differ from what was written.
+        """
+        self._must_be_open("load")
+        self._settle()
+        skipped: list[tuple[int, str]] = []
+        for view in self._usable(ref, skipped):
+            with falling_back(ref, view, skipped):
+                found = fill_state_dict(view, state_dict, prefix)
+                return LoadReport(
+                    matched=found.matched,
+                    missing=found.missing,
+                    unexpected=found.unexpected,
+                    mismatched=[Mismatched(*row) for row in found.mismatched],
+                )
+        raise all_damaged(skipped)
+
+    def _usable(self, ref: Ref, skipped: list[tuple[int, str]]) -> Iterator[SnapshotView]:
+        """Opens the snapshots that a reference allows, best first."""
+        text = reference_text(ref)
+        if text != "latest":
+            yield SnapshotView(self._engine, self._engine.resolve(text), self._settings.rank)
+            return
+        candidates = self._engine.candidates()
+        if not candidates:
+            self._engine.resolve(text)  # raises, and says what there is
+        for seq in candidates:
+            try:
+                view = SnapshotView(self._engine, seq, self._settings.rank)
+            except SnapshotNotFoundError:
+                continue  # another process removed it since it was listed
+            except CorruptionError as error:
+                skip(seq, error, skipped)
+                continue
+            yield view
+
+    # ---- what there is -------------------------------------------------------------------------
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """Lists the snapshots in commit order, without those that a later one of the same step supersedes.
+
+        Damaged ones are left out, with a warning.
+        """
+        self._must_be_open("list")
+        headers, damaged = self._engine.snapshots()
+        for seq, why in damaged:
+            warnings.warn(f"snapshot {seq} can't be listed: {why}", RuntimeWarning, stacklevel=2)
+        newest = {header["step"]: header["seq"] for header in headers}
+        tags = tags_by_seq(self._engine.tags())
+        return [make_info(header, tags) for header in headers if newest[header["step"]] == header["seq"]]
+
+    def info(self, ref: Ref = "latest") -> SnapshotInfo:
+        """Reads the facts of one snapshot.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot.
+        """
+        self._must_be_open("look")
+        return self._info(self._view(ref).header)
+
+    def entries(self, ref: Ref = "latest") -> list[EntryInfo]:
+        """Lists the tensors of a snapshot, from its manifest alone.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot.
+        """
+        self._must_be_open("look")
+        return [
+            EntryInfo(
+                name=row.name,
+                dtype=row.dtype,
+                stored_dtype=row.stored_dtype,
+                shape=tuple(row.shape),
+                raw_bytes=row.raw_bytes,
+                stored_bytes=row.stored_bytes,
+                nonfinite=row.nonfinite or 0,
+            )
+            for row in self._view(ref).rows
+        ]
+
+    def _view(self, ref: Ref) -> SnapshotView:
+        skipped: list[tuple[int, str]] = []
+        for view in self._usable(ref, skipped):
+            return view
+        raise all_damaged(skipped)
+
+    def verify(self, ref: Ref | None = None, *, sample: float = 1.0) -> VerifyReport:
+        """Reads what snapshots refer to and compares it with its digests.
+
+        Args:
+            ref: Which snapshot; `None` for all.
+            sample: Share of the chunks to read, in (0, 1].
+
+        Returns:
+            Damage is a finding, not an error.
+        """
+        self._must_be_open("verify")
+        if not 0 < sample <= 1:
+            raise InvalidInputError(f"invalid sample `{sample}`: must be in (0, 1]", what="sample")
+        seq = None if ref is None else self._engine.resolve(reference_text(ref))
+        found = self._engine.verify(seq, sample)
+        findings = [Finding(*row) for row in found["findings"]]
+        return VerifyReport(ok=not findings, checked_bytes=found["checked_bytes"], findings=findings)
+
+    # ---- keeping and letting go ----------------------------------------------------------------
+
+    def prune(self, *, dry_run: bool = False) -> RetentionPlan:
+        """Removes what the policy does not keep, and says why each snapshot stays or goes.
+
+        Args:
+            dry_run: Only say it.
+        """
+        self._must_be_open("prune")
+        self._settle()
+        plan = self._engine.prune(dry_run)
+        return RetentionPlan(
+            kept=[Kept(*row) for row in plan["kept"]],
+            removed=[Removed(*row) for row in plan["removed"]],
+            freed_bytes=plan["freed_bytes"],
+        )
+
+    def pin(self, ref: Ref, name: str) -> None:
+        """Names a snapshot, so that retention keeps it until `unpin`.
+
+        Raises:
+            InvalidInputError: The name is not legal, or names another snapshot.
+        """
+        self._must_be_open("pin")
+        self._settle()
+        self._engine.pin(self._view(ref).header["seq"], name)
+
+    def unpin(self, name: str) -> None:
+        """Removes a name; the snapshot itself stays until retention takes it.
+
+        Raises:
+            SnapshotNotFoundError: There is no such name.
+        """
+        self._must_be_open("unpin")
+        self._engine.unpin(name)
+
+    def delete(self, ref: Ref) -> None:
+        """Deletes a snapshot and the packs that only it refers to. A reader that holds it finishes.
+
+        Raises:
+            InvalidInputError: It is pinned.
+            SnapshotNotFoundError: There is no such snapshot.
+        """
+        self._must_be_open("delete")
+        self._settle()
+        self._engine.delete(self._engine.resolve(reference_text(ref)))
+
+    def merge_now(self) -> MergeReport:
+        """Rewrites old packs; not built yet."""
+        raise NotBuiltYetError("not built yet in this version: merge_now", what="merge_now")
+
+    def sync_now(self) -> SyncReport:
+        """Pushes to the bucket; not built yet."""
+        raise NotBuiltYetError("not built yet in this version: sync_now", what="sync_now")
+
+    def create_snapshot(self, step: int, *, metrics: dict[str, float] | None = None) -> Any:
+        """Starts a snapshot of several ranks; not built yet."""
+        raise NotBuiltYetError("not built yet in this version: create_snapshot", what="create_snapshot", step=step)
+
+    # ---- waiting and the end -------------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until all saves are durable.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Raises:
+            TimeoutError: A save is still running.
+            CheckpointError: A save failed and no call has raised it yet.
+        """
+        self._must_be_open("flush")
+        self._background.wait(timeout)
+        self._background.raise_failure()
+
+    def close(self) -> None:
+        """Waits for saves, releases the lock, and raises a failure that no call has raised yet.
+
+        Closing again does nothing.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        try:
+            self._background.wait()
+        finally:
+            self._closed = True
+            self._engine.close()
+        self._background.raise_failure()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as failure:
+            error.add_note(f"a save failed as well: {type(failure).__name__}: {failure}")
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({str(self._settings.path)!r})"
+
+    def stats(self) -> Stats:
+        """Returns figures of all saves of this manager that have ended."""
+        return self._background.stats()
+
+    def print_stats(self) -> None:
+        """Prints the figures of `stats`. Never raises, whatever the console."""
+        text = self.stats().summary()
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                print(text, flush=True)  # noqa: T201 - printing is what it is for
+            except UnicodeError:
+                print(text.encode("ascii", "replace").decode("ascii"), flush=True)  # noqa: T201
+
+    def _must_be_open(self, what: str) -> None:
+        if os.getpid() != self._process:
+            reason = f"it was opened by process {self._process}, and this is a fork of it"
+            raise InvalidInputError(f"cannot {what}: {reason}", hint="make a new manager here", what="manager")
+        if self._closed:
+            raise InvalidInputError(f"cannot {what}: the manager is closed", what="manager")
+
+    def _settle(self) -> None:
+        """Waits for the running save, so that a read sees what this process has saved before."""
+        self._background.wait()
+
+    def _info_of_report(self, report: Report) -> SnapshotInfo:
+        return self._info(report["header"])
+
+    def _info(self, header: Header) -> SnapshotInfo:
+        return make_info(header, tags_by_seq(self._engine.tags()))
+
+    def _abandon(self) -> None:
+        """In a forked child: forgets the parent's save and lock."""
+        self._engine.abandon()
+        self._closed = True

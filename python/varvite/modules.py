@@ -1,0 +1,159 @@
+"""Names of a module's tensors as if no wrapper were around it or any of its children.
+
+DDP, `torch.compile`, FSDP and activation checkpointing put a segment of their own into names. It is
+left out wherever the module at that place is such a wrapper, at any depth; a real child that happens to
+be called `module` keeps its name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from varvite.errors import InvalidInputError
+from varvite.plain import loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import torch
+
+__all__ = ["clean_names", "parameter_names"]
+
+_WRAPPERS: Final = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+"""Library, class and the child that holds the wrapped module. A library not loaded has wrapped nothing."""
+
+
+def clean_names(module: torch.nn.Module, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Maps names under a module to the same names without wrappers.
+
+    Args:
+        module: The module, perhaps a wrapper itself.
+        names: Dotted names of its parameters, buffers or extra state; by default the keys of its
+            `state_dict()`.
+
+    Returns:
+        The clean name by the given one, in the given order.
+
+    Raises:
+        InvalidInputError: Two of the names become one.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.DataParallel(torch.nn.Linear(1, 1, bias=False)))
+        >>> clean_names(model)
+        {'0.module.weight': '0.weight'}
+    """
+    segments = _wrapper_segments(module)
+    names = module.state_dict() if names is None else names
+    cleaned = {name: _clean(module, name, segments) if segments else name for name in names}
+    if segments:
+        _refuse_collisions(cleaned)
+    return cleaned
+
+
+def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[torch.Tensor, str]:
+    """Names the parameters of modules, each once: a tied one by its first name.
+
+    Args:
+        modules: Modules by the keyword they are saved under. With more than one, the keyword starts
+            each name.
+
+    Example:
+        >>> import torch
+        >>> list(parameter_names({"model": torch.nn.Linear(1, 1)}).values())
+        ['weight', 'bias']
+    """
+    result: dict[torch.Tensor, str] = {}
+    for keyword, module in modules.items():
+        named = dict(module.named_parameters())
+        start = f"{keyword}." if len(modules) > 1 else ""
+        for name, clean in clean_names(module, named).items():
+            result.setdefault(named[name], start + clean)
+    return result
+
+
+def unknown_parameter(
+    group: int, position: int, parameter: torch.Tensor, modules: Mapping[str, torch.nn.Module]
+) -> InvalidInputError:
+    """Returns the error for a parameter of an optimizer that no given module holds."""
+    given = ", ".join(f"`{keyword}`" for keyword in modules) or "none"
+    where = f"parameter {position} of group {group} with shape {list(parameter.shape)}"
+    reason = f"it lies in none of the modules given: {given}"
+    return InvalidInputError(
+        f"cannot name {where}: {reason}",
+        hint="pass the module that holds it beside the optimizer",
+        what="modules",
+        reason=reason,
+        group=group,
+        position=position,
+        shape=list(parameter.shape),
+    )
+
+
+def _wrapper_segments(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """Returns the wrappers among a module and its descendants, with the child each wraps."""
+    kinds = [
+        (getattr(library, name), segment)
+        for library, name, segment in ((loaded(path), name, segment) for path, name, segment in _WRAPPERS)
+        if library is not None and hasattr(library, name)
+    ]
+    segments = {}
+    for descendant in module.modules():
+        for kind, segment in kinds:
+            if isinstance(descendant, kind) and segment in _children(descendant):
+                segments[descendant] = segment
+    return segments
+
+
+def _clean(module: torch.nn.Module, name: str, segments: Mapping[torch.nn.Module, str]) -> str:
+    kept = []
+    node: torch.nn.Module | None = module
+    for part in name.split("."):
+        # A hook may have left a wrapper's segment out of this name already: then step inside unasked.
+        while node is not None and node in segments and part != segments[node] and not _owns(node, part):
+            node = _children(node)[segments[node]]
+        if node is not None and part == segments.get(node):
+            node = _children(node)[part]
+            continue
+        kept.append(part)
+        node = None if node is None else _children(node).get(part)
+    return ".".join(kept)
+
+
+def _owns(module: torch.nn.Module, part: str) -> bool:
+    own_tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return part in _children(module) or any(part == name for name, _ in own_tensors)
+
+
+def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    # `named_children` leaves out a child that was met before; `getattr` of a wrapper reaches inside it.
+    return module._modules  # type: ignore[no-any-return,unused-ignore]  # noqa: SLF001
+
+
+def _refuse_collisions(cleaned: Mapping[str, str]) -> None:
+    originals: dict[str, str] = {}
+    for name, clean in cleaned.items():
+        other = originals.setdefault(clean, name)
+        if other != name:
+            reason = f"without wrappers it has the name of `{other}`: {clean}"
+            raise InvalidInputError(
+                f"cannot name `{name}`: {reason}",
+                hint="rename the attribute of the wrapper, or save the wrapped module",
+                what=name,
+                name=name,
+                reason=reason,
+            )

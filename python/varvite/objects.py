@@ -1,0 +1,174 @@
+"""What the keyword arguments of a save are, and the state each of them has.
+
+An object is a module, an optimizer, something with `state_dict()` and `load_state_dict()`, or a plain
+nest; its kind is written down, so that a restore knows what it was. Reading state changes nothing: no
+optimizer state appears, no random number is drawn, no gradient is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from varvite.errors import CorruptionError, InvalidInputError
+from varvite.modules import clean_names
+from varvite.optim import describe_optimizer
+from varvite.plain import loaded, type_name
+from varvite.state import Json, Leaf, flatten, from_text, state_dict_node, to_text
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SavedObject", "Tree", "flatten_state", "kind_of", "module_state", "modules_among", "read_tree"]
+
+KINDS = ("module", "optimizer", "stateful", "nest")
+
+
+class Tree(NamedTuple):
+    """The state of a save, taken apart.
+
+    Attributes:
+        text: The structure as JSON text: what the manifest holds.
+        leaves: Its tensors and arrays.
+    """
+
+    text: str
+    leaves: list[Leaf]
+
+
+class SavedObject(NamedTuple):
+    """One object of a snapshot.
+
+    Attributes:
+        kind: One of `module`, `optimizer`, `stateful`, `nest`.
+        structure: Its typed tree.
+    """
+
+    kind: str
+    structure: Json
+
+
+def kind_of(value: Any) -> str:
+    """Tells what an object is to a save.
+
+    Example:
+        >>> kind_of({"epoch": 3})
+        'nest'
+    """
+    torch = loaded("torch")
+    if torch is not None:
+        if isinstance(value, torch.nn.Module):
+            return "module"
+        if isinstance(value, torch.optim.Optimizer):
+            return "optimizer"
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return "stateful"
+    return "nest"
+
+
+def modules_among(objects: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+    """Returns the modules among objects: they name the parameters of the optimizers beside them."""
+    return {keyword: value for keyword, value in objects.items() if kind_of(value) == "module"}
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns a module's state dict under clean names; its tensors share memory with the module's."""
+    state = module.state_dict()
+    names = clean_names(module, state)
+    return state_dict_node({names[key]: value for key, value in state.items()})
+
+
+def flatten_state(state: dict[Any, Any] | None, objects: Mapping[str, Any]) -> Tree:
+    """Takes a state and the objects beside it apart.
+
+    Args:
+        state: The positional nest of a save.
+        objects: The keyword arguments of a save.
+
+    Returns:
+        One tree. Its text is `{"state": tree or null, "objects": [[keyword, kind, tree], ...]}`.
+
+    Raises:
+        InvalidInputError: The nest is no dict, one of its keys is also a keyword, or a value can't be
+            saved. The message names its path.
+
+    Example:
+        >>> flatten_state({"epoch": 3}, {}).text
+        '{"state":{"dict":[["epoch",3]]},"objects":[]}'
+    """
+    if state is not None and not isinstance(state, dict):
+        reason = f"must be a dict whose values are a nest of state, not {type_name(state)}"
+        raise InvalidInputError(f"invalid state: {reason}", what="state", reason=reason)
+    for keyword in objects:
+        if state is not None and keyword in state:
+            reason = "it is both a key of the state and a keyword argument"
+            raise InvalidInputError(f"invalid keyword `{keyword}`: {reason}", what=keyword, reason=reason)
+    modules = modules_among(objects)
+    leaves: list[Leaf] = []
+    state_tree = None
+    if state is not None:
+        flat = flatten(state)
+        state_tree = flat.structure
+        leaves += flat.leaves
+    rows: list[Json] = []
+    for keyword, value in objects.items():
+        kind = kind_of(value)
+        flat = flatten(_state_of(kind, value, modules, keyword), prefix=(keyword,))
+        rows.append([keyword, kind, flat.structure])
+        leaves += flat.leaves
+    return Tree(to_text({"state": state_tree, "objects": rows}), leaves)
+
+
+def _state_of(kind: str, value: Any, modules: Mapping[str, torch.nn.Module], keyword: str) -> Any:
+    if kind == "module":
+        return module_state(value)
+    if kind == "optimizer":
+        if not modules:
+            reason = "an optimizer is saved by parameter name, and no module stands beside it"
+            raise InvalidInputError(
+                f"invalid optimizer `{keyword}`: {reason}",
+                hint=f"save the module too: save(step, model=model, {keyword}={keyword})",
+                what=keyword,
+                reason=reason,
+            )
+        return describe_optimizer(value, modules)
+    if kind == "stateful":
+        return value.state_dict()
+    return value
+
+
+def read_tree(text: str) -> tuple[Json | None, dict[str, SavedObject]]:
+    """Reads what `flatten_state` wrote.
+
+    Returns:
+        The tree of the positional nest, or `None`; and the objects by keyword.
+
+    Raises:
+        CorruptionError: No `flatten_state` wrote this text.
+
+    Example:
+        >>> read_tree('{"state":null,"objects":[["epoch","nest",3]]}')
+        (None, {'epoch': SavedObject(kind='nest', structure=3)})
+    """
+    tree = from_text(text)
+    objects: dict[str, SavedObject] = {}
+    if not isinstance(tree, dict) or set(tree) != {"state", "objects"} or not isinstance(tree["objects"], list):
+        raise _corrupt("structure", "an object with `state` and `objects`", tree)
+    for row in tree["objects"]:
+        legal = isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and row[1] in KINDS
+        if not legal or row[0] in objects:
+            raise _corrupt("structure of objects", "[keyword, kind, tree], each keyword once", row)
+        objects[row[0]] = SavedObject(row[1], row[2])
+    return tree["state"], objects
+
+
+def _corrupt(what: str, expected: str, found: object) -> CorruptionError:
+    shown = repr(found)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return CorruptionError(
+        f"corrupt {what}: expected {expected}, found: {shown}",
+        hint="use another snapshot",
+        what=what,
+        expected=expected,
+        found=shown,
+    )

@@ -1,0 +1,472 @@
+"""The restore of an optimizer as a plan: all that can go wrong is found before anything is changed.
+
+The saved nest has a `TensorSpec` wherever a tensor was. The plan finds or makes the tensor that will
+hold it, in the saved dtype, where this optimizer keeps it, and names the buffers that the bytes are to
+be read to. A live tensor of the same dtype, shape and device is filled in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from varvite.errors import InternalError, MismatchError
+from varvite.modules import parameter_names, unknown_parameter
+from varvite.plain import corrupt, type_name
+from varvite.tensors import TensorSpec, allocate, copy_into, is_direct, torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["OptimizerPlan", "plan_optimizer"]
+
+
+class _Group(NamedTuple):
+    """A parameter group by names."""
+
+    names: list[str]
+    hyper_parameters: dict[str, Any]
+
+
+class _Saved(NamedTuple):
+    """A nest of `describe_optimizer`, checked to be one."""
+
+    kind: str
+    state: Mapping[str, dict[str, Any]]
+    groups: list[_Group]
+    never_stepped: frozenset[str]
+    shapes: Mapping[str, list[int]]
+    extra: dict[Any, Any]
+
+
+@dataclass
+class Work:
+    """What a commit does.
+
+    Attributes:
+        copies: Tensors, and the buffers to copy to them.
+        states: New state by parameter, or by another key.
+        stateless: Parameters that lose their state.
+        groups: Live group, its new hyper-parameters, and its parameters in their new order.
+        group_order: The live groups in their new order.
+    """
+
+    group_order: list[dict[str, Any]]
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    states: dict[Any, Any] = field(default_factory=dict)
+    stateless: list[torch.Tensor] = field(default_factory=list)
+    groups: list[tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]] = field(default_factory=list)
+
+
+class OptimizerPlan:
+    """What a restore will do, and what stands against it. Made by `plan_optimizer`.
+
+    Attributes:
+        destinations: Dense CPU tensors to read bytes to, by name of the entry. All of them must be
+            filled before `commit`.
+        matched: Names of the entries that will be restored.
+        missing: Names that the optimizer has and the snapshot lacks.
+        unexpected: Names that the snapshot has and the optimizer lacks.
+        mismatched: `(name, field, expected, found)` of what differs; never restored.
+        defaulted: Hyper-parameters that the snapshot lacks; they keep the live value.
+        never_stepped: Parameters that had no state when they were saved, and will have none.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, work: Work) -> None:
+        """Makes a plan for an optimizer that reports nothing yet."""
+        self.destinations: dict[str, torch.Tensor] = {}
+        self.matched: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[tuple[str, str, Any, Any]] = []
+        self.defaulted: list[str] = []
+        self.never_stepped: list[str] = []
+        self._optimizer = optimizer
+        self._work = work
+        self._is_committed = False
+
+    def check(self, *, strict: bool = True) -> None:
+        """Raises what stands against the restore.
+
+        Args:
+            strict: Also refuse names that only one side has.
+
+        Raises:
+            MismatchError: With all names at once.
+        """
+        lines = [
+            f"`{name}` has another {field}: expected {expected}, but the snapshot has: {found}"
+            for name, field, expected, found in self.mismatched
+        ]
+        if strict:
+            lines += [f"the snapshot lacks: `{name}`" for name in self.missing]
+            lines += [f"the optimizer lacks: `{name}`" for name in self.unexpected]
+        if lines:
+            more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+            raise MismatchError(
+                f"cannot restore the optimizer: {'; '.join(lines[:8])}{more}",
+                hint="build the optimizer over the parameters it was saved with",
+                missing=self.missing,
+                unexpected=self.unexpected,
+                mismatched=self.mismatched,
+            )
+
+    def commit(self) -> None:
+        """Installs state and groups, once all destinations are filled. What did not match stays.
+
+        Groups and their parameters take the order they were saved in: schedulers number groups, and
+        some optimizers number parameters.
+
+        Raises:
+            InternalError: The plan was committed before.
+        """
+        if self._is_committed:
+            raise InternalError("internal error: a plan is committed twice", what="plan is committed once")
+        self._is_committed = True
+        work = self._work
+        for target, buffer in work.copies:
+            copy_into(target, buffer)
+        for parameter in work.stateless:
+            self._optimizer.state.pop(parameter, None)
+        self._optimizer.state.update(work.states)
+        for live, hyper_parameters, parameters in work.groups:
+            live.update(hyper_parameters)
+            live["params"][:] = parameters
+        self._optimizer.param_groups[:] = work.group_order
+
+
+def plan_optimizer(
+    optimizer: torch.optim.Optimizer,
+    modules: Mapping[str, torch.nn.Module],
+    saved: Mapping[str, Any],
+    *,
+    prefix: str = "optimizer",
+) -> OptimizerPlan:
+    """Plans the restore of an optimizer. Nothing of the optimizer is changed.
+
+    Args:
+        optimizer: The optimizer to restore.
+        modules: The modules that hold its parameters, as at the save.
+        saved: The saved nest, with a `TensorSpec` in place of each tensor. Two places that have specs
+            of one name will share one tensor.
+        prefix: Keyword of the optimizer, to start names with.
+
+    Returns:
+        The plan; call its `check`, fill its `destinations`, then call its `commit`.
+
+    Raises:
+        CorruptionError: No `describe_optimizer` made the nest.
+        InvalidInputError: A parameter of the optimizer lies in no given module.
+
+    Example:
+        >>> import torch
+        >>> from varvite.optim import describe_optimizer
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> nest = describe_optimizer(optimizer, {"model": model})
+        >>> plan_optimizer(optimizer, {"model": model}, nest).never_stepped
+        ['weight', 'bias']
+    """
+    return _Planning(optimizer, modules, _read_nest(saved, prefix), prefix).run()
+
+
+class _Planning:
+    """One planning: the live side beside the saved side."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        modules: Mapping[str, torch.nn.Module],
+        saved: _Saved,
+        prefix: str,
+    ) -> None:
+        self.work = Work(group_order=list(optimizer.param_groups))
+        self.plan = OptimizerPlan(optimizer, self.work)
+        self.optimizer = optimizer
+        self.saved = saved
+        self.prefix = prefix
+        self.names = parameter_names(modules)
+        self.parameters = {name: parameter for parameter, name in self.names.items()}
+        self.live_groups = [
+            self._live_group(index, group, modules) for index, group in enumerate(optimizer.param_groups)
+        ]
+        self.live_names = [name for group in self.live_groups for name in group.names]
+        self._placed: dict[str, torch.Tensor] = {}
+        self._reused: set[int] = set()
+
+    def run(self) -> OptimizerPlan:
+        kind = type_name(self.optimizer)
+        if kind != self.saved.kind:
+            self.plan.mismatched.append((self.prefix, "class", kind, self.saved.kind))
+            return self.plan
+        effective = self._plan_groups()
+        self._plan_states(effective)
+        self._plan_extra()
+        return self.plan
+
+    def _live_group(
+        self, index: int, group: dict[str, Any], modules: Mapping[str, torch.nn.Module]
+    ) -> _Group:
+        names = []
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in self.names:
+                raise unknown_parameter(index, position, parameter, modules)
+            names.append(self.names[parameter])
+        return _Group(names, group)
+
+    # Groups
+
+    def _plan_groups(self) -> dict[str, dict[str, Any]]:
+        """Plans hyper-parameters; returns those in force after the restore, by parameter name."""
+        pairs = self._match_groups()
+        effective: dict[str, dict[str, Any]] = {}
+        for live_index, live in enumerate(self.live_groups):
+            saved_index = pairs.get(live_index)
+            hyper_parameters = {} if saved_index is None else self.saved.groups[saved_index].hyper_parameters
+            in_force = {**live.hyper_parameters, **hyper_parameters}
+            effective.update((name, in_force) for name in live.names)
+            if saved_index is not None:
+                self._plan_group(live, live_index, saved_index)
+        saved_order = sorted(
+            range(len(self.live_groups)), key=lambda index: (pairs.get(index, len(self.saved.groups)), index)
+        )
+        self.work.group_order = [self.optimizer.param_groups[index] for index in saved_order]
+        return effective
+
+    def _plan_group(self, live: _Group, live_index: int, saved_index: int) -> None:
+        saved = self.saved.groups[saved_index]
+        placed = {
+            key: self._place(value, live.hyper_parameters.get(key), None, on_device=None)
+            for key, value in saved.hyper_parameters.items()
+        }
+        for key in live.hyper_parameters:
+            if key != "params" and key not in saved.hyper_parameters:
+                self.plan.defaulted.append(f"{self.prefix}.param_groups.{live_index}.{key}")
+        known = set(live.names)
+        ordered = [name for name in saved.names if name in known]
+        known.difference_update(ordered)
+        ordered += [name for name in live.names if name in known]
+        parameters = [self.parameters[name] for name in ordered]
+        self.work.groups.append((self.optimizer.param_groups[live_index], placed, parameters))
+
+    def _match_groups(self) -> dict[int, int]:
+        """Pairs live groups with saved ones by the parameters in them; empty ones by their order."""
+        holder = {name: index for index, group in enumerate(self.saved.groups) for name in group.names}
+        pairs: dict[int, int] = {}
+        for index, group in enumerate(self.live_groups):
+            holders = sorted({holder[name] for name in group.names if name in holder})
+            if len(holders) > 1 or (holders and holders[0] in pairs.values()):
+                return self._refuse_partition()
+            if holders:
+                pairs[index] = holders[0]
+        live_empty = [index for index, group in enumerate(self.live_groups) if not group.names]
+        saved_empty = [index for index, group in enumerate(self.saved.groups) if not group.names]
+        if len(live_empty) != len(saved_empty):
+            return self._refuse_partition()
+        pairs.update(zip(live_empty, saved_empty, strict=True))
+        return pairs
+
+    def _refuse_partition(self) -> dict[int, int]:
+        expected = [group.names for group in self.live_groups]
+        found = [group.names for group in self.saved.groups]
+        self.plan.mismatched.append((f"{self.prefix}.param_groups", "partition", expected, found))
+        return {}
+
+    # State
+
+    def _plan_states(self, effective: Mapping[str, dict[str, Any]]) -> None:
+        saved = self.saved
+        saved_names = {name for group in saved.groups for name in group.names} | set(saved.state)
+        for name in self.live_names:
+            if name not in saved_names:
+                self.plan.missing.append(f"{self.prefix}.state.{name}")
+        for name in dict.fromkeys([*(name for group in saved.groups for name in group.names), *saved.state]):
+            parameter = self.parameters.get(name)
+            in_group = name in effective
+            if parameter is None or (not in_group and name not in saved.state):
+                self.plan.unexpected.append(f"{self.prefix}.state.{name}")
+            elif self._fits(name, parameter):
+                self._plan_state(name, parameter, effective.get(name, {}))
+
+    def _fits(self, name: str, parameter: torch.Tensor) -> bool:
+        found = self.saved.shapes.get(name)
+        if found is None or found == list(parameter.shape):
+            return True
+        self.plan.mismatched.append((f"{self.prefix}.state.{name}", "shape", list(parameter.shape), found))
+        return False
+
+    def _plan_state(self, name: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
+        own = self.saved.state.get(name)
+        if own is None:
+            if name in self.saved.never_stepped:
+                self.plan.never_stepped.append(name)
+                self.work.stateless.append(parameter)
+            else:
+                self.plan.missing.append(f"{self.prefix}.state.{name}")
+            return
+        live = self.optimizer.state.get(parameter) or {}
+        if not self._moments_fit(name, own, live):
+            return
+        self.work.states[parameter] = {
+            key: self._place(
+                value,
+                live.get(key),
+                parameter,
+                on_device=_device(key, value, live.get(key), parameter, group),
+            )
+            for key, value in own.items()
+        }
+
+    def _moments_fit(self, name: str, own: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+        fits = True
+        for key, value in own.items():
+            shape = getattr(live.get(key), "shape", None)
+            if isinstance(value, TensorSpec) and shape is not None and tuple(shape) != value.shape:
+                where = f"{self.prefix}.state.{name}.{key}"
+                self.plan.mismatched.append((where, "shape", list(shape), list(value.shape)))
+                fits = False
+        return fits
+
+    def _plan_extra(self) -> None:
+        for key, value in self.saved.extra.items():
+            live = self.optimizer.state.get(key)
+            self.work.states[key] = self._place(value, live, None, on_device=None)
+        import torch
+
+        for key in self.optimizer.state:
+            if not isinstance(key, torch.Tensor) and key not in self.saved.extra:
+                self.plan.defaulted.append(f"{self.prefix}.extra.{key}")
+
+    # Tensors
+
+    def _place(self, value: Any, live: Any, like: torch.Tensor | None, *, on_device: Any) -> Any:
+        """Returns a saved value with tensors, yet to be filled, in place of specs."""
+        if isinstance(value, TensorSpec):
+            return self._place_tensor(value, live, like, on_device)
+        if type(value) in (list, tuple):
+            lives = live if type(live) in (list, tuple) and len(live) == len(value) else [None] * len(value)
+            return type(value)(
+                self._place(item, other, like, on_device=on_device)
+                for item, other in zip(value, lives, strict=True)
+            )
+        if isinstance(value, dict):
+            lives = live if isinstance(live, dict) else {}
+            for key in value:
+                value[key] = self._place(value[key], lives.get(key), like, on_device=on_device)
+        return value
+
+    def _place_tensor(
+        self, spec: TensorSpec, live: Any, like: torch.Tensor | None, on_device: Any
+    ) -> torch.Tensor:
+        """Finds or makes the tensor of a spec, and the buffer that its bytes are read to."""
+        placed = self._placed.get(spec.name)
+        if placed is not None:
+            return placed
+        import torch
+
+        live = live if isinstance(live, torch.Tensor) else None
+        device = on_device or (torch.device("cpu") if live is None else live.device)
+        if live is not None and self._can_fill(live, spec, device):
+            tensor = live
+            self._reused.add(live.data_ptr())
+        elif like is not None and tuple(like.shape) == spec.shape:
+            # As `zeros_like` in the optimizers: with the strides of the parameter.
+            tensor = torch.empty_like(like.detach(), dtype=torch_dtype(spec.dtype), device=device)
+        else:
+            tensor = allocate(spec.dtype, spec.shape, device)
+        buffer = tensor
+        if not is_direct(tensor):
+            buffer = allocate(spec.dtype, spec.shape)
+            self.work.copies.append((tensor, buffer))
+        self._placed[spec.name] = tensor
+        self.plan.destinations[spec.name] = buffer
+        self.plan.matched.append(spec.name)
+        return tensor
+
+    def _can_fill(self, live: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:
+        """True where a live tensor can hold the bytes, and no other entry's bytes go to its memory."""
+        import torch
+
+        return (
+            type(live) in (torch.Tensor, torch.nn.Parameter)
+            and live.dtype is torch_dtype(spec.dtype)
+            and tuple(live.shape) == spec.shape
+            and live.device == device
+            and (is_direct(live) or _is_without_overlap(live))
+            and not live.is_inference()
+            and (live.numel() == 0 or live.data_ptr() not in self._reused)
+        )
+
+
+def _is_without_overlap(tensor: torch.Tensor) -> bool:
+    """True where no two elements of a tensor share memory, as those of `expand` do."""
+    import torch
+
+    return bool(torch._debug_has_internal_overlap(tensor) == 0)  # noqa: SLF001 - no public way to ask
+
+
+def _device(
+    key: Any, value: Any, live: Any, parameter: torch.Tensor, group: Mapping[str, Any]
+) -> torch.device:
+    """Returns where an optimizer keeps a tensor of a parameter's state.
+
+    It is the parameter's device, but for `step`: torch keeps that on the CPU unless `capturable` or
+    `fused`; an optimizer without these flags keeps it where it is.
+    """
+    import torch
+
+    if key != "step":
+        return parameter.device
+    if "capturable" in group or "fused" in group:
+        on_device = bool(group.get("capturable")) or bool(group.get("fused"))
+        return parameter.device if on_device else torch.device("cpu")
+    if isinstance(live, torch.Tensor):
+        return live.device
+    is_counter = isinstance(value, TensorSpec) and value.shape == ()
+    return torch.device("cpu") if is_counter else parameter.device
+
+
+def _read_nest(saved: Mapping[str, Any], prefix: str) -> _Saved:
+    """Checks that a nest has the form that `describe_optimizer` gives it."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("class"), str):
+        _refuse(prefix, "an optimizer's nest", saved)
+    state, groups = saved.get("state"), saved.get("param_groups")
+    if not isinstance(state, dict) or not all(isinstance(own, dict) and own for own in state.values()):
+        _refuse(f"{prefix}.state", "a dict of state by parameter name", type(state))
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and _is_names(group.get("params")) for group in groups
+    ):
+        _refuse(f"{prefix}.param_groups", "groups with names of parameters", type(groups))
+    never_stepped, shapes, extra = (saved.get(key, empty) for key, empty in _OPTIONAL)
+    if not _is_names(never_stepped):
+        _refuse(f"{prefix}.never_stepped", "names of parameters", never_stepped)
+    if not isinstance(shapes, dict) or not isinstance(extra, dict):
+        _refuse(prefix, "dicts of shapes and extra state", type(shapes))
+    names = [name for group in groups for name in group["params"]]
+    if len(set(names)) != len(names):
+        _refuse(f"{prefix}.param_groups", "each parameter once", names)
+    for name in never_stepped:
+        if name in state:
+            _refuse(f"{prefix}.state.{name}", "no state of a parameter never stepped", "state")
+    hyper_parameters = ({key: value for key, value in group.items() if key != "params"} for group in groups)
+    return _Saved(
+        saved["class"],
+        state,
+        [_Group(group["params"], rest) for group, rest in zip(groups, hyper_parameters, strict=True)],
+        frozenset(never_stepped),
+        shapes,
+        extra,
+    )
+
+
+_OPTIONAL: tuple[tuple[str, Any], ...] = (("never_stepped", []), ("shapes", {}), ("extra", {}))
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _refuse(what: str, expected: str, found: object) -> NoReturn:
+    raise corrupt(what, expected, found)

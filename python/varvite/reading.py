@@ -1,0 +1,166 @@
+"""A snapshot that is open for reading: descriptions, memory for its tensors, and the one crossing that
+fills them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from varvite.errors import CorruptionError, TensorNotFoundError
+from varvite.state import Json, structure_leaves
+from varvite.tensors import allocate, allocate_array
+
+if TYPE_CHECKING:
+    from varvite._native import Engine, SnapshotReader
+
+__all__ = ["EntryRow", "SnapshotView"]
+
+
+class EntryRow(NamedTuple):
+    """An entry as the manifest describes it.
+
+    Attributes:
+        index: Its place, by which the engine counts.
+        name: Its name.
+        rank: The rank it is local to, if it is.
+        dtype: Element type of what a load gives.
+        stored_dtype: Element type of what lies in the pack.
+        shape: Global shape, in elements.
+        tied_to: Name of the entry whose memory it shared.
+        nonfinite: Number of NaN and infinite elements, where counted.
+        raw_bytes: Length of its raw bytes.
+        stored_bytes: Length of what lies in packs for it.
+    """
+
+    index: int
+    name: str
+    rank: int | None
+    dtype: str
+    stored_dtype: str
+    shape: list[int]
+    tied_to: str | None
+    nonfinite: int | None
+    raw_bytes: int
+    stored_bytes: int
+
+
+class SnapshotView:
+    """One open snapshot, as one rank sees it."""
+
+    def __init__(self, engine: Engine, seq: int, rank: int) -> None:
+        """Opens the snapshot with this commit number.
+
+        Raises:
+            SnapshotNotFoundError: It is not there.
+            CorruptionError: Its manifest is damaged.
+        """
+        self.reader: SnapshotReader = engine.open(seq)
+        self.header = self.reader.header()
+        self.rows = [EntryRow(index, *row) for index, row in enumerate(self.reader.entries())]
+        self.shared = {row.name: row for row in self.rows if row.rank is None}
+        self.local = {row.name: row for row in self.rows if row.rank == rank}
+        self.verified_bytes = 0
+
+    def row(self, name: str) -> EntryRow:
+        """Returns the entry of a name that a structure refers to.
+
+        Raises:
+            CorruptionError: There is none: structure and entries of the manifest disagree.
+        """
+        row = self.shared.get(name) or self.local.get(name)
+        if row is None:
+            raise CorruptionError(
+                f"corrupt structure of snapshot {self.header['seq']}: it refers to an entry that is not there: `{name}`",
+                what="structure",
+                name=name,
+            )
+        return row
+
+    def description(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Returns dtype and shape of an entry."""
+        row = self.row(name)
+        return row.dtype, tuple(row.shape)
+
+    def same_bytes(self, name: str, other: str) -> bool:
+        """True where two entries have equal bytes, by their digests."""
+        return self.reader.chunk_digests(self.row(name).index) == self.reader.chunk_digests(self.row(other).index)
+
+    def allocate_for(self, structure: Json, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Makes memory for every leaf of a structure; tied entries share one object.
+
+        Args:
+            structure: The tree whose leaves need memory.
+            known: Memory that is there already, by name.
+        """
+        made: dict[str, Any] = dict(known or {})
+        for reference in structure_leaves(structure):
+            row = self.row(reference.name)
+            first = row.tied_to if row.tied_to is not None else row.name
+            if first not in made:
+                make = allocate_array if reference.is_array else allocate
+                made[first] = make(row.dtype, row.shape)
+            made[row.name] = made[first]
+        return made
+
+    def unique(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
+        """Leaves out names whose object another name has already: each is read once."""
+        seen: set[int] = set()
+        unique = {}
+        for name, buffer in buffers.items():
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                unique[name] = buffer
+        return unique
+
+    def read(self, destinations: Mapping[str, Any]) -> None:
+        """Fills tensors and arrays with the entries of their names, each chunk verified first.
+
+        Raises:
+            CorruptionError: Bytes differ from what was written; names pack, offset and entry.
+            StoreError: Reading failed.
+        """
+        indices = [self.row(name).index for name in destinations]
+        self.verified_bytes += self.reader.read(indices, list(destinations.values()))
+
+    def map(self, name: str, *, is_array: bool) -> Any | None:
+        """Returns an entry as a tensor over the mapped pack, or `None` where it has to be read.
+
+        Its bytes were verified before; the mapping is private, so writing to it changes no file.
+        """
+        row = self.row(name)
+        mapped = None if is_array or row.raw_bytes == 0 else self.reader.mapped(row.index)
+        if mapped is None:
+            return None
+        import torch
+
+        from varvite.tensors import torch_dtype
+
+        pack, offset_bytes, length_bytes = mapped
+        self.verified_bytes += self.reader.check([row.index])
+        flat = torch.frombuffer(memoryview(pack), dtype=torch.uint8, count=length_bytes, offset=offset_bytes)
+        return flat.view(torch_dtype(row.dtype)).reshape(row.shape)
+
+    def select(self, patterns: Iterable[str]) -> list[EntryRow]:
+        """Returns the entries whose names match any of the names or globs (`*` `?` `[...]`).
+
+        Raises:
+            TensorNotFoundError: One matches nothing; names what looks alike.
+        """
+        visible = {**self.local, **self.shared}
+        chosen: dict[str, EntryRow] = {}
+        for pattern in patterns:
+            names = [pattern] if pattern in visible else fnmatch.filter(visible, pattern)
+            if not names:
+                nearest = difflib.get_close_matches(pattern, visible, n=3)
+                raise TensorNotFoundError(
+                    f"no tensor `{pattern}` in snapshot {self.header['seq']}",
+                    hint="did you mean " + " or ".join(f"`{name}`" for name in nearest) + "?" if nearest else None,
+                    name=pattern,
+                    seq=self.header["seq"],
+                    nearest=nearest,
+                )
+            chosen.update((name, visible[name]) for name in names)
+        return list(chosen.values())

@@ -1,0 +1,115 @@
+"""From the arguments of a save to what crosses into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from varvite.errors import InvalidInputError
+from varvite.objects import flatten_state
+from varvite.plain import loaded, type_name
+from varvite.state import Leaf, flatten, to_text
+from varvite.tensors import Described, describe, find_ties
+from varvite.training import rng as rng_state
+
+__all__ = ["Payload", "describe_save"]
+
+_STEP_LIMIT = 1 << 63
+
+
+class Payload(NamedTuple):
+    """The arguments of `Engine.save`, and what keeps the memory behind them alive.
+
+    Attributes:
+        lists: Step, names, ranks, dtypes, shapes, values and ties.
+        texts: Metrics, metadata and structures.
+        described: Descriptions of all tensors.
+    """
+
+    lists: tuple[int, list[str], list[int | None], list[str], list[tuple[int, ...]], list[Any], list[str | None]]
+    texts: dict[str, Any]
+    described: list[Described]
+
+
+def describe_save(
+    step: int,
+    state: dict[Any, Any] | None,
+    metrics: Mapping[str, float] | None,
+    metadata: Mapping[str, Any] | None,
+    objects: Mapping[str, Any],
+    *,
+    rng: bool,
+    rank: int,
+) -> Payload:
+    """Describes everything that a save writes; copies plain values, not tensors.
+
+    Args:
+        step: The training step.
+        state: The positional nest.
+        metrics: Numbers by name.
+        metadata: A dict of plain values.
+        objects: Objects by keyword.
+        rng: Whether the random number generators belong to it.
+        rank: Rank of this process, which they are local to.
+
+    Raises:
+        InvalidInputError: Something can't be saved; names the argument or the path.
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < _STEP_LIMIT:
+        reason = f"must be a whole number from 0 to 2^63 - 1, not {type_name(step)} {step!r}"
+        raise InvalidInputError(f"invalid step: {reason}", what="step", reason=reason)
+    tree = flatten_state(state, objects)
+    leaves: list[tuple[Leaf, int | None]] = [(leaf, None) for leaf in tree.leaves]
+    rank_structure = None
+    if rng:
+        flat = flatten({"rng": rng_state.capture()})
+        rank_structure = to_text(flat.structure)
+        leaves += [(leaf, rank) for leaf in flat.leaves]
+    described = [describe(leaf.name, leaf.value) for leaf, _ in leaves]
+    shared_count = len(tree.leaves)
+    ties = find_ties(described[:shared_count])
+    tied = [ties.get(one.name) for one in described[:shared_count]] + [None] * (len(described) - shared_count)
+    lists = (
+        step.__index__(),
+        [one.name for one in described],
+        [owner for _, owner in leaves],
+        [one.dtype for one in described],
+        [one.shape for one in described],
+        [one.value if tie is None else None for one, tie in zip(described, tied, strict=True)],
+        tied,
+    )
+    texts = {
+        "metrics": _read_metrics(metrics),
+        "metadata": _metadata_text(metadata),
+        "structure": tree.text,
+        "rank_structure": rank_structure,
+    }
+    return Payload(lists, texts, described)
+
+
+def _read_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Reads numbers, also those of tensors and NumPy scalars with one element."""
+    read: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str):
+            raise InvalidInputError(f"invalid metric name `{name!r}`: must be a text", what="metrics")
+        torch = loaded("torch")
+        is_number = isinstance(value, (int, float)) or hasattr(value, "__float__")
+        if torch is not None and isinstance(value, torch.Tensor) and value.numel() != 1:
+            is_number = False
+        if not is_number or isinstance(value, (str, bytes)):
+            reason = f"must be a number, not {type_name(value)}"
+            raise InvalidInputError(f"invalid metric `{name}`: {reason}", what=f"metrics.{name}", reason=reason)
+        read[name] = float(value)
+    return read
+
+
+def _metadata_text(metadata: Mapping[str, Any] | None) -> str:
+    if metadata is not None and not isinstance(metadata, dict):
+        reason = f"must be a dict of plain values, not {type_name(metadata)}"
+        raise InvalidInputError(f"invalid metadata: {reason}", what="metadata", reason=reason)
+    flat = flatten(dict(metadata or {}), prefix=("metadata",))
+    if flat.leaves:
+        reason = "metadata is read with the header: put tensors and arrays in the state"
+        raise InvalidInputError(f"invalid metadata `{flat.leaves[0].name}`: {reason}", what=flat.leaves[0].name, reason=reason)
+    return to_text(flat.structure)

@@ -1,0 +1,239 @@
+"""What the arguments of a manager mean: checked once, by name, before anything is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from varvite.errors import InvalidInputError, NotBuiltYetError
+from varvite.keep import Keep
+
+__all__ = ["MergePolicy", "Settings", "read_settings"]
+
+_SAVE_DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+_REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure")
+
+
+@dataclass(frozen=True)
+class MergePolicy:
+    """When old packs are rewritten so that they can go.
+
+    Attributes:
+        stride: Merge after this many saves; 0 for never by count.
+        max_packs: Merge when a snapshot refers to more packs than this.
+        dead_ratio: Merge a pack when more than this share of its bytes is referred to by nobody.
+
+    Example:
+        >>> MergePolicy().max_packs
+        8
+    """
+
+    stride: int = 0
+    max_packs: int = 8
+    dead_ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuses values that mean nothing."""
+        if self.stride < 0 or self.max_packs < 1 or not 0 < self.dead_ratio <= 1:
+            raise _refuse("merge", self, "`stride` from 0, `max_packs` from 1, `dead_ratio` in (0, 1]")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The checked arguments of a manager.
+
+    Attributes:
+        path: Folder of the repository.
+        rules: Retention rules as JSON, `[]` for none.
+        async_save: Whether `save` returns before the snapshot is durable.
+        threads: Threads that copy, digest and read.
+        chunk_bytes: Raw bytes of a chunk.
+        fsync: Whether durability is asked of the medium.
+        access: `write`, `tag` or `read`.
+        on_error: `raise` or `warn`: what becomes of a failed background save.
+        rank: Rank of this process.
+        world_size: Ranks that save together.
+        profile: Whether a line of timings is written for each save.
+    """
+
+    path: Path
+    rules: str
+    async_save: bool
+    threads: int
+    chunk_bytes: int
+    fsync: bool
+    access: str
+    on_error: str
+    rank: int
+    world_size: int
+    profile: bool
+
+
+def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Settings:
+    """Checks the arguments of `CheckpointManager` and fills in what the environment says.
+
+    Args:
+        path: Folder or url.
+        arguments: The keyword arguments by name.
+
+    Raises:
+        InvalidInputError: A value is not legal; the message lists what is.
+        NotBuiltYetError: A value is legal, but what it asks for is not built yet.
+    """
+    _check_choices(arguments)
+    _check_not_built(arguments)
+    rank, world_size = _topology(arguments["rank"], arguments["world_size"], arguments["process_group"])
+    keep = arguments["keep"]
+    if keep is not None and not isinstance(keep, Keep):
+        raise _refuse("keep", keep, "a policy of `varvite.keep`, such as `keep.last(3)`, or None")
+    return Settings(
+        path=_folder(path),
+        rules=json.dumps([] if keep is None else keep.rules()),
+        async_save=bool(arguments["async_save"]),
+        threads=_threads(arguments["threads"]),
+        chunk_bytes=_chunk_bytes(arguments["chunk_bytes"]),
+        fsync=bool(arguments["fsync"]) and os.environ.get("VARVITE_FSYNC", "1") != "0",
+        access="read" if arguments["read_only"] else "write",
+        on_error=arguments["on_error"],
+        rank=rank,
+        world_size=world_size,
+        profile=os.environ.get("VARVITE_PROFILE", "0") not in ("", "0"),
+    )
+
+
+def _refuse(what: str, value: object, reason: str) -> InvalidInputError:
+    message = f"invalid {what} `{value}`: must be {reason}"
+    return InvalidInputError(message, what=what, reason=f"must be {reason}")
+
+
+def _check_choices(arguments: Mapping[str, Any]) -> None:
+    choices = {
+        "compression": ("none", "fast", "max", "auto"),
+        "staging": ("copy", "cow", "overlap"),
+        "on_error": ("raise", "warn"),
+    }
+    for name, legal in choices.items():
+        if arguments[name] not in legal:
+            raise _refuse(name, arguments[name], "one of " + ", ".join(f"`{value}`" for value in legal))
+    save_dtype = arguments["save_dtype"]
+    given = (
+        save_dtype.values()
+        if isinstance(save_dtype, Mapping)
+        else ()
+        if save_dtype is None
+        else (save_dtype,)
+    )
+    for value in given:
+        if value not in _SAVE_DTYPES:
+            raise _refuse("save_dtype", value, "one of " + ", ".join(f"`{dtype}`" for dtype in _SAVE_DTYPES))
+    for name in ("async_save", "fsync", "read_only", "delta"):
+        if not isinstance(arguments[name], bool):
+            raise _refuse(name, arguments[name], "True or False")
+    sync_every = arguments["sync_every"]
+    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
+        raise _refuse("sync_every", sync_every, "a whole number from 1")
+    merge = arguments["merge"]
+    if merge is not None and not isinstance(merge, MergePolicy):
+        raise _refuse("merge", merge, "a MergePolicy or None")
+
+
+def _check_not_built(arguments: Mapping[str, Any]) -> None:
+    wishes = {
+        "save_dtype": arguments["save_dtype"] is not None,
+        "compression": arguments["compression"] in ("fast", "max"),
+        "staging": arguments["staging"] != "copy",
+        "merge": arguments["merge"] is not None,
+        "remote": arguments["remote"] is not None,
+        "remote_options": arguments["remote_options"] is not None,
+    }
+    for name, wished in wishes.items():
+        if wished:
+            raise NotBuiltYetError(f"not built yet in this version: {name}={arguments[name]!r}", what=name)
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise _refuse("path", path, "a folder, or a url file://, s3://, gs:// or az://")
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme in _REMOTE_SCHEMES:
+        raise NotBuiltYetError(
+            f"not built yet in this version: a repository in a bucket, `{text}`", what="path"
+        )
+    if scheme == "file":
+        text = unquote(urlsplit(text).path)
+    elif scheme:
+        raise _refuse("path", path, "a folder, or a url file://, s3://, gs:// or az://")
+    return Path(text).expanduser().absolute()
+
+
+def _threads(threads: int | None) -> int:
+    source, value = "threads", threads
+    if value is None and os.environ.get("VARVITE_THREADS"):
+        source, text = "VARVITE_THREADS", os.environ["VARVITE_THREADS"]
+        value = int(text) if text.isdecimal() else -1
+    if value is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // max(1, _environment_number("LOCAL_WORLD_SIZE") or 1))
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
+        raise _refuse(source, value, "a whole number from 1 to 1024")
+    return value
+
+
+def _chunk_bytes(chunk_bytes: int) -> int:
+    legal = isinstance(chunk_bytes, int) and not isinstance(chunk_bytes, bool)
+    if not legal or chunk_bytes.bit_count() != 1 or not 4096 <= chunk_bytes <= 64 << 20:
+        raise _refuse("chunk_bytes", chunk_bytes, "a power of two from 4096 to 67108864")
+    return chunk_bytes
+
+
+def _topology(rank: int | str | None, world_size: int | str | None, process_group: Any) -> tuple[int, int]:
+    """Which rank of how many this process is; a launcher's word is never adopted silently."""
+    launched = _launched()
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if (
+            value is not None
+            and value != "auto"
+            and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
+        ):
+            raise _refuse(name, value, "a whole number, `auto`, or None")
+    if rank is None and world_size is None and process_group is None:
+        if launched is not None and launched[1] > 1:
+            message = (
+                f"invalid rank and world size: this process was launched as rank {launched[0]} of {launched[1]}, "
+                f"and nothing was said about ranks"
+            )
+            hint = 'pass rank="auto" and world_size="auto" to save with all ranks, or rank=0 and world_size=1 to save alone'
+            raise InvalidInputError(message, hint=hint, what="rank", rank=launched[0], world_size=launched[1])
+        return 0, 1
+    found = (launched or (0, 1)) if "auto" in (rank, world_size) or process_group is not None else (0, 1)
+    chosen_rank = found[0] if rank in (None, "auto") else int(rank)  # type: ignore[arg-type]
+    chosen_size = found[1] if world_size in (None, "auto") else int(world_size)  # type: ignore[arg-type]
+    if chosen_rank >= max(chosen_size, 1) or chosen_size < 1:
+        raise _refuse("rank", chosen_rank, f"below the world size: {chosen_size}")
+    if chosen_size > 1:
+        message = f"not built yet in this version: saving with several ranks, this one is {chosen_rank} of {chosen_size}"
+        raise NotBuiltYetError(message, what="world_size", rank=chosen_rank, world_size=chosen_size)
+    return chosen_rank, chosen_size
+
+
+def _launched() -> tuple[int, int] | None:
+    """Rank and world size by `torch.distributed` if it is initialised, else by the launcher's environment."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    world_size = _environment_number("WORLD_SIZE")
+    if world_size is None:
+        return None
+    return _environment_number("RANK") or 0, world_size
+
+
+def _environment_number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,1 @@
+"""Training state beyond tensors: random number generators."""

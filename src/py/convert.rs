@@ -1,0 +1,66 @@
+//! Engine structs as plain Python dicts; `manager.py` makes the public dataclasses of them.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::catalog;
+use crate::format::model::Header;
+use crate::repository::SaveReport;
+use crate::retain::Plan;
+use crate::verify::Report;
+
+/// Facts of a snapshot.
+pub(crate) fn header<'py>(py: Python<'py>, header: &Header) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("seq", header.seq)?;
+    dict.set_item("step", header.step)?;
+    dict.set_item("parent", header.parent)?;
+    dict.set_item("created_at_unix_ms", header.created_at_unix_ms)?;
+    dict.set_item("world_size", header.world_size)?;
+    dict.set_item("metrics", &header.metrics)?;
+    dict.set_item("metadata", header.metadata.get())?;
+    dict.set_item("kind", if header.self_contained { "base" } else { "delta" })?;
+    dict.set_item("raw_bytes", header.raw_bytes)?;
+    dict.set_item("stored_bytes", header.stored_bytes)?;
+    dict.set_item("healthy", catalog::is_healthy(header))?;
+    dict.set_item("nonfinite", &header.nonfinite)?;
+    dict.set_item("digest", &header.state_digest)?;
+    Ok(dict)
+}
+
+/// Facts of a finished save.
+pub(crate) fn report<'py>(py: Python<'py>, report: &SaveReport) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("header", header(py, &report.header)?)?;
+    dict.set_item("chunk_count", report.chunk_count)?;
+    dict.set_item("reused_chunk_count", report.reused_chunk_count)?;
+    dict.set_item("copy_seconds", report.copy_seconds)?;
+    dict.set_item("encode_seconds", report.encode_seconds)?;
+    dict.set_item("write_seconds", report.write_seconds)?;
+    dict.set_item("sync_seconds", report.sync_seconds)?;
+    dict.set_item("commit_seconds", report.commit_seconds)?;
+    dict.set_item("retention_error", report.retention.as_ref().err().map(|error| error.chain()))?;
+    Ok(dict)
+}
+
+/// A retention plan with the bytes it frees.
+pub(crate) fn plan<'py>(py: Python<'py>, plan: &Plan, freed_bytes: u64) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("kept", plan.kept.clone())?;
+    dict.set_item("removed", plan.removed.clone())?;
+    dict.set_item("freed_bytes", freed_bytes)?;
+    Ok(dict)
+}
+
+/// What a scrub found.
+pub(crate) fn verification<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("checked_bytes", report.checked_bytes)?;
+    let findings = PyList::empty(py);
+    for finding in &report.findings {
+        let steps: Vec<u64> = finding.steps.iter().copied().collect();
+        findings.append((&finding.object, finding.offset_bytes, &finding.what, steps))?;
+    }
+    dict.set_item("findings", findings)?;
+    Ok(dict)
+}

@@ -1,0 +1,22 @@
+//! The Python module `varvite._native`: the only place that names pyo3.
+//!
+//! Each method is one crossing into the facade, detached from the interpreter while it works. No work
+//! at import: no thread, no logging, no environment.
+
+use pyo3::prelude::*;
+
+mod buffer;
+mod convert;
+mod engine;
+mod error;
+mod wait;
+
+#[pymodule(gil_used = false)]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<engine::Engine>()?;
+    module.add_class::<engine::SaveJob>()?;
+    module.add_class::<engine::SnapshotReader>()?;
+    module.add_class::<buffer::MappedPack>()?;
+    Ok(())
+}

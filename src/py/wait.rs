@@ -1,0 +1,59 @@
+//! Waiting without holding the interpreter, and stopping on Ctrl-C.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+
+use crate::error::{Error, Result};
+use crate::saver::guarded;
+
+use super::error::raise;
+
+/// How often a wait looks for signals: Python handlers run only when they are polled.
+pub(crate) const POLL: Duration = Duration::from_millis(50);
+
+/// Runs `work` on a thread of its own, detached, and polls for signals meanwhile.
+///
+/// A signal whose handler raises (Ctrl-C) sets `cancelled`, waits for the work to end, and is raised.
+pub(crate) fn interruptible<T: Send>(
+    py: Python<'_>,
+    cancelled: &AtomicBool,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> PyResult<T> {
+    let mut interrupted = None;
+    let outcome = std::thread::scope(|scope| {
+        let (sender, mut receiver) = mpsc::sync_channel(1);
+        let started = std::thread::Builder::new().name("varvite-call".to_owned()).spawn_scoped(scope, move || {
+            // The receiver only goes away with this scope.
+            let _ = sender.send(guarded(work));
+        });
+        if let Err(error) = started {
+            return Err(Error::store("start a thread for", "the call")(error));
+        }
+        loop {
+            let received;
+            (receiver, received) = py.detach(move || {
+                let received = receiver.recv_timeout(POLL);
+                (receiver, received)
+            });
+            match received {
+                Ok(outcome) => return outcome,
+                Err(mpsc::RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Internal { what: "a call ended without an outcome".to_owned() });
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    if let Err(signal) = py.check_signals() {
+                        cancelled.store(true, Ordering::Relaxed);
+                        interrupted.get_or_insert(signal);
+                    }
+                }
+            }
+        }
+    });
+    match interrupted {
+        Some(signal) => Err(signal),
+        None => outcome.map_err(|error| raise(py, &error)),
+    }
+}

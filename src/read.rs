@@ -1,0 +1,224 @@
+//! Runs a [`ReadPlan`]: parallel reads, each chunk verified before one of its bytes is copied out.
+//!
+//! Memory beyond the caller's buffers is one read buffer a thread. All packs of the plan are opened
+//! before the first byte is read, so that a deletion by another process can't take them away midway.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rayon::prelude::*;
+
+use crate::digest::ChunkDigest;
+use crate::error::{Error, Result};
+use crate::format::model::{Body, Codec};
+use crate::kernel;
+use crate::plan::{ReadChunk, ReadGroup, ReadPlan};
+use crate::store::{Folder, Key, ReadAt, Store};
+use crate::threads::Threads;
+
+/// The open packs of a body, by index in its pack table.
+#[derive(Debug)]
+pub struct OpenPacks {
+    packs: BTreeMap<u32, (String, Box<dyn ReadAt>)>,
+}
+
+impl OpenPacks {
+    /// Opens the packs with these indices and checks their lengths.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where one is missing, [`Error::Corrupt`] where one has another length.
+    pub fn open(store: &dyn Store, body: &Body, indices: impl IntoIterator<Item = u32>) -> Result<Self> {
+        let mut packs = BTreeMap::new();
+        for index in indices {
+            if packs.contains_key(&index) {
+                continue;
+            }
+            let record = body.packs.get(index as usize).ok_or_else(|| Error::Internal { what: format!("pack {index} is not in the table") })?;
+            let key = Key::new(Folder::Packs, &record.name)?;
+            let object = store.open(&key)?;
+            if object.length_bytes() != record.length_bytes {
+                return Err(Error::corrupt(key.to_string(), 0, "length", record.length_bytes, object.length_bytes()));
+            }
+            packs.insert(index, (key.to_string(), object));
+        }
+        Ok(Self { packs })
+    }
+
+    fn get(&self, index: u32) -> Result<(&str, &dyn ReadAt)> {
+        self.packs
+            .get(&index)
+            .map(|(name, object)| (name.as_str(), object.as_ref()))
+            .ok_or_else(|| Error::Internal { what: format!("pack {index} was not opened") })
+    }
+}
+
+/// Fills all targets of a plan; returns the raw bytes that were verified.
+///
+/// `targets` are what [`crate::plan::Want::target`] indexes, each as long as its region.
+///
+/// # Errors
+/// [`Error::Corrupt`] naming pack, offset and entry where a digest differs: no byte of that chunk has
+/// reached a target then. [`Error::Interrupted`] after a cancel.
+pub fn run(
+    store: &dyn Store,
+    threads: &Threads,
+    body: &Body,
+    plan: &ReadPlan,
+    targets: &mut [&mut [u8]],
+    cancelled: &AtomicBool,
+) -> Result<u64> {
+    let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
+    let slices = split_targets(plan, targets)?;
+    let jobs = distribute(plan, slices);
+    let verified = AtomicU64::new(0);
+    let failed = AtomicBool::new(false);
+    threads.pool()?.install(|| {
+        jobs.into_par_iter().with_max_len(1).try_for_each_init(Vec::new, |buffer, (group, slices)| {
+            if failed.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            if cancelled.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            let done = read_group(&packs, body, group, slices, buffer);
+            match done {
+                Ok(bytes) => {
+                    verified.fetch_add(bytes, Ordering::Relaxed);
+                    Ok(())
+                }
+                Err(error) => {
+                    failed.store(true, Ordering::Relaxed);
+                    Err(error)
+                }
+            }
+        })
+    })?;
+    Ok(verified.into_inner())
+}
+
+/// The slice of a target that each piece fills, by piece number.
+fn split_targets<'t>(plan: &ReadPlan, targets: &'t mut [&mut [u8]]) -> Result<Vec<Option<&'t mut [u8]>>> {
+    let mut by_target: Vec<Vec<(u64, u64, usize)>> = vec![Vec::new(); targets.len()];
+    for piece in plan.groups.iter().flat_map(|group| &group.chunks).flat_map(|chunk| &chunk.pieces) {
+        by_target[piece.target].push((piece.target_offset_bytes, piece.length_bytes, piece.id));
+    }
+    let mut slices: Vec<Option<&mut [u8]>> = (0..plan.piece_count).map(|_| None).collect();
+    for (target, mut pieces) in targets.iter_mut().zip(by_target) {
+        pieces.sort_unstable();
+        let mut rest: &mut [u8] = target;
+        let mut position = 0;
+        for (offset, length, id) in pieces {
+            // Pieces of a validated body cover a target exactly, without a gap or an overlap.
+            if offset != position || length > rest.len() as u64 {
+                return Err(Error::Internal { what: format!("piece at {offset} of a target filled up to {position}") });
+            }
+            let (slice, after) = rest.split_at_mut(length as usize);
+            slices[id] = Some(slice);
+            (rest, position) = (after, position + length);
+        }
+        if !rest.is_empty() {
+            return Err(Error::Internal { what: format!("{} bytes of a target are not covered", rest.len()) });
+        }
+    }
+    Ok(slices)
+}
+
+type GroupSlices<'p, 't> = (&'p ReadGroup, Vec<Vec<&'t mut [u8]>>);
+
+/// Gives each group the slices of its chunks, in order.
+fn distribute<'p, 't>(plan: &'p ReadPlan, mut slices: Vec<Option<&'t mut [u8]>>) -> Vec<GroupSlices<'p, 't>> {
+    plan.groups
+        .iter()
+        .map(|group| {
+            let of_chunks = group
+                .chunks
+                .iter()
+                .map(|chunk| chunk.pieces.iter().filter_map(|piece| slices[piece.id].take()).collect())
+                .collect();
+            (group, of_chunks)
+        })
+        .collect()
+}
+
+fn read_group(
+    packs: &OpenPacks,
+    body: &Body,
+    group: &ReadGroup,
+    slices: Vec<Vec<&mut [u8]>>,
+    buffer: &mut Vec<u8>,
+) -> Result<u64> {
+    let (name, object) = packs.get(group.pack)?;
+    let length = (group.range.end - group.range.start) as usize;
+    if buffer.len() < length {
+        buffer.resize(length, 0);
+    }
+    object.read_at(group.range.start, &mut buffer[..length])?;
+    let mut verified = 0;
+    for (chunk, slices) in group.chunks.iter().zip(slices) {
+        let start = (chunk.reference.offset_bytes - group.range.start) as usize;
+        let stored = &buffer[start..start + chunk.reference.stored_length_bytes as usize];
+        verified += chunk.raw_length_bytes;
+        match chunk.reference.codec {
+            Codec::Store => {
+                verify(name, body, chunk, stored)?;
+                scatter(chunk, stored, slices);
+            }
+        }
+    }
+    Ok(verified)
+}
+
+/// Compares a chunk's raw bytes with its digest.
+fn verify(pack: &str, body: &Body, chunk: &ReadChunk, raw: &[u8]) -> Result<()> {
+    let found = ChunkDigest::of(raw);
+    if found == chunk.reference.digest && raw.len() as u64 == chunk.raw_length_bytes {
+        return Ok(());
+    }
+    let entry = body.entries.get(chunk.entry).map_or("?", |entry| entry.name.as_str());
+    Err(Error::corrupt(
+        pack,
+        chunk.reference.offset_bytes,
+        format!("chunk of `{entry}`"),
+        format!("digest {}", chunk.reference.digest),
+        format!("digest {found}"),
+    ))
+}
+
+fn scatter(chunk: &ReadChunk, raw: &[u8], slices: Vec<&mut [u8]>) {
+    for (piece, slice) in chunk.pieces.iter().zip(slices) {
+        let start = piece.chunk_offset_bytes as usize;
+        kernel::copy(slice, &raw[start..start + piece.length_bytes as usize]);
+    }
+}
+
+/// Reads and verifies all chunks of a plan without keeping their bytes.
+///
+/// # Errors
+/// As [`run`].
+pub fn check(store: &dyn Store, threads: &Threads, body: &Body, plan: &ReadPlan, cancelled: &AtomicBool) -> Result<u64> {
+    let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
+    let chunks: Vec<&ReadChunk> = plan.groups.iter().flat_map(|group| &group.chunks).collect();
+    threads.pool()?.install(|| {
+        chunks.par_iter().try_for_each_init(Vec::new, |buffer, chunk| {
+            if cancelled.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            check_chunk(&packs, body, chunk, buffer)
+        })
+    })?;
+    Ok(chunks.iter().map(|chunk| chunk.raw_length_bytes).sum())
+}
+
+/// Reads and verifies one chunk without keeping its bytes.
+///
+/// # Errors
+/// [`Error::Corrupt`] or [`Error::Store`], as [`run`].
+pub fn check_chunk(packs: &OpenPacks, body: &Body, chunk: &ReadChunk, buffer: &mut Vec<u8>) -> Result<()> {
+    let (name, object) = packs.get(chunk.reference.pack)?;
+    buffer.resize(chunk.reference.stored_length_bytes as usize, 0);
+    object.read_at(chunk.reference.offset_bytes, buffer)?;
+    match chunk.reference.codec {
+        Codec::Store => verify(name, body, chunk, buffer),
+    }
+}
+

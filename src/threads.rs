@@ -1,0 +1,54 @@
+//! One private thread pool, built when first needed, never shared with a forked child.
+//!
+//! The global rayon pool is not used: it does not survive `fork`, and data-loader workers fork. A child
+//! that finds itself in another process builds a pool of its own.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::error::{Error, Result};
+
+/// A lazily built pool of a fixed number of threads.
+#[derive(Debug)]
+pub struct Threads {
+    count: usize,
+    built: Mutex<Option<(u32, Arc<ThreadPool>)>>,
+}
+
+impl Threads {
+    /// A pool of `count` threads (at least one); starts nothing.
+    #[must_use]
+    pub fn new(count: usize) -> Self {
+        Self { count: count.max(1), built: Mutex::new(None) }
+    }
+
+    /// Number of threads the pool has once it is built.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The pool of this process.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where the system refuses threads.
+    pub fn pool(&self) -> Result<Arc<ThreadPool>> {
+        let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
+        let process = std::process::id();
+        if let Some((owner, pool)) = built.as_ref()
+            && *owner == process
+        {
+            return Ok(Arc::clone(pool));
+        }
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(self.count)
+            .thread_name(|index| format!("varvite-{index}"))
+            .build()
+            .map_err(|error| Error::store("start threads of", "the pool")(std::io::Error::other(error)))?;
+        let pool = Arc::new(pool);
+        // The threads of a parent's pool don't exist here: dropping it would signal to nobody.
+        std::mem::forget(built.replace((process, Arc::clone(&pool))));
+        Ok(pool)
+    }
+}

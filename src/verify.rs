@@ -1,0 +1,187 @@
+//! The scrub: reads everything a snapshot refers to and says what is wrong, where, and for which steps.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rayon::prelude::*;
+
+use crate::error::{Error, Result};
+use crate::format::model::Manifest;
+use crate::plan::{ReadChunk, Want, plan_read};
+use crate::read::{OpenPacks, check_chunk};
+use crate::recover::read_footer;
+use crate::store::{Folder, Key, Store};
+use crate::tensor::Region;
+use crate::threads::Threads;
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// Key of the object.
+    pub object: String,
+    /// Offset from the object's first byte.
+    pub offset_bytes: u64,
+    /// What is wrong there.
+    pub what: String,
+    /// Steps of the snapshots that need these bytes, ascending.
+    pub steps: BTreeSet<u64>,
+}
+
+/// What a scrub found.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// Raw bytes that were read and compared with their digests.
+    pub checked_bytes: u64,
+    /// Everything that is wrong, by object and offset.
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    /// Adds a finding, or the step to one that is known.
+    pub fn add(&mut self, object: &str, offset_bytes: u64, what: String, step: Option<u64>) {
+        let known = self.findings.iter_mut().find(|known| known.object == object && known.offset_bytes == offset_bytes && known.what == what);
+        if let Some(known) = known {
+            known.steps.extend(step);
+            return;
+        }
+        self.findings.push(Finding { object: object.to_owned(), offset_bytes, what, steps: step.into_iter().collect() });
+    }
+
+    /// Adds an error, with the place it names.
+    pub fn add_error(&mut self, error: &Error, fallback_object: &str, step: Option<u64>) {
+        match error {
+            Error::Corrupt { object, offset_bytes, what, expected, found } => {
+                self.add(object, *offset_bytes, format!("corrupt {what}: expected {expected}, found: {found}"), step);
+            }
+            other => self.add(fallback_object, 0, other.chain(), step),
+        }
+    }
+}
+
+/// Checks packs and chunks of these snapshots; each chunk is read once, however many refer to it.
+///
+/// `sample` in (0, 1] is the share of chunks that are read; which ones follows from their place, so
+/// that two runs check the same. Headers, footers and lengths of packs are always checked.
+///
+/// # Errors
+/// [`Error::Interrupted`] after a cancel, [`Error::Store`] where threads can't start. Damage is a
+/// finding, not an error.
+pub fn verify(
+    store: &dyn Store,
+    threads: &Threads,
+    manifests: &[Manifest],
+    sample: f64,
+    cancelled: &AtomicBool,
+    report: &mut Report,
+) -> Result<()> {
+    let mut users = Users::default();
+    for manifest in manifests {
+        for record in &manifest.body.packs {
+            let steps = users.packs.entry(format!("packs/{}", record.name)).or_default();
+            if steps.is_empty() {
+                check_pack(store, &record.name, record.length_bytes, report);
+            }
+            steps.insert(manifest.header.step);
+        }
+        // A damaged header or footer does not make the chunks unreadable: they are checked all the same.
+        let readable: Vec<u32> = (0_u32..)
+            .zip(&manifest.body.packs)
+            .filter(|(index, _)| OpenPacks::open(store, &manifest.body, [*index]).is_ok())
+            .map(|(index, _)| index)
+            .collect();
+        let packs = OpenPacks::open(store, &manifest.body, readable.iter().copied())?;
+        let chunks = new_chunks(manifest, &readable, sample, &mut users);
+        check_chunks(threads, manifest, &packs, &chunks, cancelled, report)?;
+    }
+    for finding in &mut report.findings {
+        let place = (finding.object.clone(), finding.offset_bytes);
+        let steps = users.chunks.get(&place).or_else(|| users.packs.get(&finding.object));
+        finding.steps.extend(steps.into_iter().flatten());
+    }
+    report.findings.sort_by(|left, right| (&left.object, left.offset_bytes).cmp(&(&right.object, right.offset_bytes)));
+    Ok(())
+}
+
+/// Steps of the snapshots that need a pack, or a chunk at an offset of a pack; keys are object names.
+#[derive(Default)]
+struct Users {
+    packs: BTreeMap<String, BTreeSet<u64>>,
+    chunks: BTreeMap<(String, u64), BTreeSet<u64>>,
+}
+
+/// Checks length, header, trailer and footer of a pack.
+fn check_pack(store: &dyn Store, name: &str, length_bytes: u64, report: &mut Report) {
+    let checked = Key::new(Folder::Packs, name).and_then(|key| {
+        let object = store.open(&key)?;
+        if object.length_bytes() != length_bytes {
+            return Err(Error::corrupt(key.to_string(), 0, "length", length_bytes, object.length_bytes()));
+        }
+        read_footer(&key.to_string(), object.as_ref())
+    });
+    if let Err(error) = checked {
+        report.add_error(&error, &format!("packs/{name}"), None);
+    }
+}
+
+/// The sampled chunks of a snapshot that were not checked for another one.
+fn new_chunks(manifest: &Manifest, readable: &[u32], sample: f64, users: &mut Users) -> Vec<ReadChunk> {
+    let wants: Vec<Want> = manifest
+        .body
+        .entries
+        .iter()
+        .enumerate()
+        .map(|(entry, found)| Want { entry, region: Region::whole(&found.shape), target: entry })
+        .collect();
+    plan_read(&manifest.body, &wants)
+        .groups
+        .into_iter()
+        .flat_map(|group| group.chunks)
+        .filter(|chunk| readable.contains(&chunk.reference.pack) && is_sampled(chunk, sample))
+        .filter(|chunk| {
+            let pack = &manifest.body.packs[chunk.reference.pack as usize].name;
+            let steps = users.chunks.entry((format!("packs/{pack}"), chunk.reference.offset_bytes)).or_default();
+            let first = steps.is_empty();
+            steps.insert(manifest.header.step);
+            first
+        })
+        .collect()
+}
+
+/// Picks a fixed share of all chunks by their digest, which is evenly spread.
+fn is_sampled(chunk: &ReadChunk, sample: f64) -> bool {
+    let position = (chunk.reference.digest.0 >> 96) as u32;
+    f64::from(position) < sample * 4_294_967_296.0
+}
+
+fn check_chunks(
+    threads: &Threads,
+    manifest: &Manifest,
+    packs: &OpenPacks,
+    chunks: &[ReadChunk],
+    cancelled: &AtomicBool,
+    report: &mut Report,
+) -> Result<()> {
+    let checked_bytes = AtomicU64::new(0);
+    let errors = Mutex::new(Vec::new());
+    threads.pool()?.install(|| {
+        chunks.par_iter().try_for_each_init(Vec::new, |buffer, chunk| {
+            if cancelled.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            match check_chunk(packs, &manifest.body, chunk, buffer) {
+                Ok(()) => {
+                    checked_bytes.fetch_add(chunk.raw_length_bytes, Ordering::Relaxed);
+                }
+                Err(error) => errors.lock().unwrap_or_else(PoisonError::into_inner).push(error),
+            }
+            Ok(())
+        })
+    })?;
+    report.checked_bytes += checked_bytes.into_inner();
+    for error in errors.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        report.add_error(&error, "packs", None);
+    }
+    Ok(())
+}
