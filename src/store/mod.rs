@@ -140,7 +140,9 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn get(&self, key: &Key, limit_bytes: u64) -> Result<Vec<u8>> {
         let object = self.open(key)?;
         if object.length_bytes() > limit_bytes {
-            return Err(Error::corrupt(key.to_string(), 0, "length", format!("at most {limit_bytes} bytes"), object.length_bytes()));
+            let name = format!("{}/{key}", self.root());
+            let expected = format!("at most {limit_bytes} bytes");
+            return Err(Error::corrupt(name, 0, "length", expected, object.length_bytes()));
         }
         let mut bytes = vec![0; object.length_bytes() as usize];
         object.read_at(0, &mut bytes)?;
