@@ -85,7 +85,11 @@ pub fn superseded(headers: &[Arc<Header>]) -> HashSet<u64> {
         let newest = newest_of_step.entry(header.step).or_insert(header.seq);
         *newest = header.seq.max(*newest);
     }
-    headers.iter().filter(|header| newest_of_step.get(&header.step) != Some(&header.seq)).map(|header| header.seq).collect()
+    headers
+        .iter()
+        .filter(|header| newest_of_step.get(&header.step) != Some(&header.seq))
+        .map(|header| header.seq)
+        .collect()
 }
 
 /// True where no entry had a NaN or infinite element.
@@ -95,7 +99,11 @@ pub fn is_healthy(header: &Header) -> bool {
 }
 
 /// The listed snapshot with the best value of `metric`: NaN is never best, the newer of two equal ones is.
-pub fn best<'a>(headers: impl IntoIterator<Item = &'a Arc<Header>>, metric: &str, mode: Mode) -> Option<&'a Arc<Header>> {
+pub fn best<'a>(
+    headers: impl IntoIterator<Item = &'a Arc<Header>>,
+    metric: &str,
+    mode: Mode,
+) -> Option<&'a Arc<Header>> {
     let mut best: Option<(f64, &Arc<Header>)> = None;
     for header in headers {
         let Some(&value) = header.metrics.get(metric) else { continue };
@@ -133,12 +141,21 @@ pub fn resolve(
     let replaced = superseded(headers);
     let listed: Vec<&Arc<Header>> = headers.iter().filter(|header| !replaced.contains(&header.seq)).collect();
     let found = match reference {
-        Reference::Latest(back) => usize::try_from(*back).ok().and_then(|back| listed.iter().rev().nth(back)).map(|header| header.seq),
+        Reference::Latest(back) => usize::try_from(*back)
+            .ok()
+            .and_then(|back| listed.iter().rev().nth(back))
+            .map(|header| header.seq),
         Reference::Healthy => listed.iter().rev().find(|header| is_healthy(header)).map(|header| header.seq),
-        Reference::Best(metric, mode) => best(listed.iter().copied(), metric, mode.unwrap_or(default_mode)).map(|header| header.seq),
-        Reference::Step(step) => headers.iter().rev().find(|header| header.step == *step).map(|header| header.seq),
+        Reference::Best(metric, mode) => {
+            best(listed.iter().copied(), metric, mode.unwrap_or(default_mode)).map(|header| header.seq)
+        }
+        Reference::Step(step) => {
+            headers.iter().rev().find(|header| header.step == *step).map(|header| header.seq)
+        }
         Reference::Seq(seq) => headers.iter().any(|header| header.seq == *seq).then_some(*seq),
-        Reference::Tag(name) => tags.get(name).copied().filter(|seq| headers.iter().any(|header| header.seq == *seq)),
+        Reference::Tag(name) => {
+            tags.get(name).copied().filter(|seq| headers.iter().any(|header| header.seq == *seq))
+        }
     };
     found.ok_or_else(|| Error::SnapshotNotFound {
         reference: text.to_owned(),
@@ -158,16 +175,24 @@ fn instead(reference: &Reference, listed: &[&Arc<Header>], tags: &BTreeMap<Strin
     };
     match reference {
         Reference::Best(metric, _) => {
-            let names: std::collections::BTreeSet<&String> = listed.iter().flat_map(|header| header.metrics.keys()).collect();
+            let names: std::collections::BTreeSet<&String> =
+                listed.iter().flat_map(|header| header.metrics.keys()).collect();
             let names: Vec<String> = names.into_iter().cloned().collect();
-            format!("no snapshot has a usable metric `{metric}`; metrics: {}", if names.is_empty() { "none".to_owned() } else { some(names) })
+            format!(
+                "no snapshot has a usable metric `{metric}`; metrics: {}",
+                if names.is_empty() { "none".to_owned() } else { some(names) }
+            )
         }
         Reference::Tag(_) if tags.is_empty() => "there are no tags".to_owned(),
         Reference::Tag(_) => format!("tags: {}", some(tags.keys().cloned().collect())),
         Reference::Healthy => "every snapshot has non-finite values".to_owned(),
-        Reference::Seq(_) => format!("commit numbers: {}", some(listed.iter().map(|header| header.seq.to_string()).collect())),
+        Reference::Seq(_) => {
+            format!("commit numbers: {}", some(listed.iter().map(|header| header.seq.to_string()).collect()))
+        }
         Reference::Latest(_) => format!("it holds {} snapshots", listed.len()),
-        Reference::Step(_) => format!("steps: {}", some(listed.iter().map(|header| header.step.to_string()).collect())),
+        Reference::Step(_) => {
+            format!("steps: {}", some(listed.iter().map(|header| header.step.to_string()).collect()))
+        }
     }
 }
 
@@ -208,7 +233,8 @@ pub(crate) mod tests {
 
     #[test]
     fn latest_is_the_newest_commit_not_the_largest_step() {
-        let headers: Vec<_> = [(1, 100), (2, 200), (3, 150)].map(|(seq, step)| Arc::new(header(seq, step))).into();
+        let headers: Vec<_> =
+            [(1, 100), (2, 200), (3, 150)].map(|(seq, step)| Arc::new(header(seq, step))).into();
         assert_eq!(find("latest", &headers).unwrap(), 3);
         assert_eq!(find("latest~1", &headers).unwrap(), 2);
         assert_eq!(find("step:200", &headers).unwrap(), 2);
@@ -218,7 +244,8 @@ pub(crate) mod tests {
 
     #[test]
     fn a_step_saved_again_supersedes_the_older_snapshot() {
-        let headers: Vec<_> = [(1, 100), (2, 200), (3, 100)].map(|(seq, step)| Arc::new(header(seq, step))).into();
+        let headers: Vec<_> =
+            [(1, 100), (2, 200), (3, 100)].map(|(seq, step)| Arc::new(header(seq, step))).into();
         assert_eq!(superseded(&headers), HashSet::from([1]));
         assert_eq!(find("step:100", &headers).unwrap(), 3);
         assert_eq!(find("latest~1", &headers).unwrap(), 2);
@@ -228,10 +255,17 @@ pub(crate) mod tests {
 
     #[test]
     fn best_ignores_nan_and_prefers_the_newer_of_equals() {
-        let headers = [with_metric(1, 1, 0.5), with_metric(2, 2, f64::NAN), with_metric(3, 3, 0.5), with_metric(4, 4, 0.9)];
+        let headers = [
+            with_metric(1, 1, 0.5),
+            with_metric(2, 2, f64::NAN),
+            with_metric(3, 3, 0.5),
+            with_metric(4, 4, 0.9),
+        ];
         assert_eq!(find("best:loss", &headers).unwrap(), 3);
         assert_eq!(find("best:loss:max", &headers).unwrap(), 4);
-        let Err(Error::SnapshotNotFound { reason, .. }) = find("best:accuracy", &headers) else { panic!("found") };
+        let Err(Error::SnapshotNotFound { reason, .. }) = find("best:accuracy", &headers) else {
+            panic!("found")
+        };
         assert_eq!(reason, "no snapshot has a usable metric `accuracy`; metrics: loss");
     }
 
@@ -245,8 +279,12 @@ pub(crate) mod tests {
 
     #[test]
     fn nonsense_is_refused_with_the_legal_forms() {
-        for text in ["", "newest", "latest~", "latest~x", "step:", "step:-1", "best:", "tag:", "seq:1.5", "Latest"] {
-            let Err(Error::InvalidInput { what, reason }) = Reference::parse(text) else { panic!("`{text}` was accepted") };
+        for text in
+            ["", "newest", "latest~", "latest~x", "step:", "step:-1", "best:", "tag:", "seq:1.5", "Latest"]
+        {
+            let Err(Error::InvalidInput { what, reason }) = Reference::parse(text) else {
+                panic!("`{text}` was accepted")
+            };
             assert_eq!(what, format!("reference `{text}`"));
             assert!(reason.contains("`latest~N`"));
         }

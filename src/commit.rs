@@ -38,9 +38,10 @@ pub fn publish(store: &Arc<dyn Store>, made: &Manifest) -> Result<()> {
             let by = store
                 .get(&key, crate::format::limits::MANIFEST_LIMIT_BYTES)
                 .and_then(|bytes| manifest::decode(&key.to_string(), &bytes))
-                .map_or_else(|_| "its manifest can't be read".to_owned(), |other| {
-                    format!("session {} at step {}", other.header.session_id, other.header.step)
-                });
+                .map_or_else(
+                    |_| "its manifest can't be read".to_owned(),
+                    |other| format!("session {} at step {}", other.header.session_id, other.header.step),
+                );
             Err(Error::Conflict { object, by })
         }
         other => other,

@@ -42,7 +42,9 @@ impl Serialize for ChunkDigest {
 impl<'de> Deserialize<'de> for ChunkDigest {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
-        parse_hex_u128(&text).map(Self).ok_or_else(|| D::Error::custom("a digest is 32 lower-case hex digits"))
+        parse_hex_u128(&text)
+            .map(Self)
+            .ok_or_else(|| D::Error::custom("a digest is 32 lower-case hex digits"))
     }
 }
 

@@ -14,10 +14,12 @@ pub fn count_nonfinite(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
             count::<4>(bytes, |word| u32::from_le_bytes(word) & 0x7F80_0000 == 0x7F80_0000)
         }
         Dtype::Bfloat16 => count::<2>(bytes, |word| u16::from_le_bytes(word) & 0x7F80 == 0x7F80),
-        Dtype::Float16 | Dtype::Complex32 => count::<2>(bytes, |word| u16::from_le_bytes(word) & 0x7C00 == 0x7C00),
-        Dtype::Float64 | Dtype::Complex128 => {
-            count::<8>(bytes, |word| u64::from_le_bytes(word) & 0x7FF0_0000_0000_0000 == 0x7FF0_0000_0000_0000)
+        Dtype::Float16 | Dtype::Complex32 => {
+            count::<2>(bytes, |word| u16::from_le_bytes(word) & 0x7C00 == 0x7C00)
         }
+        Dtype::Float64 | Dtype::Complex128 => count::<8>(bytes, |word| {
+            u64::from_le_bytes(word) & 0x7FF0_0000_0000_0000 == 0x7FF0_0000_0000_0000
+        }),
         Dtype::Float8E4m3fn => count::<1>(bytes, |word| word[0] & 0x7F == 0x7F),
         Dtype::Float8E5m2 => count::<1>(bytes, |word| word[0] & 0x7C == 0x7C),
         Dtype::Float8E4m3fnuz | Dtype::Float8E5m2fnuz => count::<1>(bytes, |word| word[0] == 0x80),
@@ -30,7 +32,10 @@ pub fn count_nonfinite(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
 fn count<const WIDTH: usize>(bytes: &[u8], bad: impl Fn([u8; WIDTH]) -> bool) -> u64 {
     const BLOCK_WORDS: usize = 4096;
     let (words, _) = bytes.as_chunks::<WIDTH>();
-    words.chunks(BLOCK_WORDS).map(|block| u64::from(block.iter().map(|word| u32::from(bad(*word))).sum::<u32>())).sum()
+    words
+        .chunks(BLOCK_WORDS)
+        .map(|block| u64::from(block.iter().map(|word| u32::from(bad(*word))).sum::<u32>()))
+        .sum()
 }
 
 #[cfg(test)]
@@ -39,10 +44,20 @@ mod tests {
 
     #[test]
     fn counts_nan_and_both_infinities_but_no_large_number() {
-        let values = [1.0, f32::NAN, -f32::INFINITY, f32::MAX, f32::INFINITY, -0.0, f32::from_bits(0x7F80_0001), f32::MIN_POSITIVE];
+        let values = [
+            1.0,
+            f32::NAN,
+            -f32::INFINITY,
+            f32::MAX,
+            f32::INFINITY,
+            -0.0,
+            f32::from_bits(0x7F80_0001),
+            f32::MIN_POSITIVE,
+        ];
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         assert_eq!(count_nonfinite(Dtype::Float32, &bytes), Some(4));
-        let bytes: Vec<u8> = [f64::MAX, f64::NAN, 0.0, f64::INFINITY].iter().flat_map(|value| value.to_le_bytes()).collect();
+        let bytes: Vec<u8> =
+            [f64::MAX, f64::NAN, 0.0, f64::INFINITY].iter().flat_map(|value| value.to_le_bytes()).collect();
         assert_eq!(count_nonfinite(Dtype::Float64, &bytes), Some(2));
     }
 

@@ -40,7 +40,11 @@ impl Registry {
     /// Holds a snapshot and those of the packs that are not being deleted; the others are not held and
     /// are returned as gone.
     #[must_use]
-    pub fn hold(self: &Arc<Self>, seq: Option<u64>, packs: impl IntoIterator<Item = String>) -> (Hold, HashSet<String>) {
+    pub fn hold(
+        self: &Arc<Self>,
+        seq: Option<u64>,
+        packs: impl IntoIterator<Item = String>,
+    ) -> (Hold, HashSet<String>) {
         let mut state = self.lock();
         let (gone, held): (HashSet<String>, HashSet<String>) =
             packs.into_iter().partition(|pack| state.claimed_packs.contains(pack));

@@ -30,7 +30,9 @@ pub fn copy(target: &mut [u8], source: &[u8]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn stream_avx2(target: &mut [u8], source: &[u8]) {
-    use std::arch::x86_64::{__m256i, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256, _MM_HINT_T0};
+    use std::arch::x86_64::{
+        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256,
+    };
     const BLOCK_BYTES: usize = 128;
     const AHEAD_BYTES: usize = 2048;
 
@@ -75,14 +77,30 @@ mod tests {
 
     #[test]
     fn copies_every_byte_at_every_alignment_and_tail() {
-        let source: Vec<u8> = (0..300_000_u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-        for (start, length) in [(0, 0), (1, 1), (3, 65_535), (5, 65_536), (7, 65_537), (0, 299_999), (31, 200_001), (64, 131_072)] {
+        let source: Vec<u8> =
+            (0..300_000_u32).map(|index| (index.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        for (start, length) in [
+            (0, 0),
+            (1, 1),
+            (3, 65_535),
+            (5, 65_536),
+            (7, 65_537),
+            (0, 299_999),
+            (31, 200_001),
+            (64, 131_072),
+        ] {
             for shift in [0, 1, 17, 32] {
                 let mut target = vec![0xEE_u8; length + shift + 8];
                 copy(&mut target[shift..shift + length], &source[start..start + length]);
                 assert_eq!(target[shift..shift + length], source[start..start + length]);
-                assert!(target[shift + length..].iter().all(|&byte| byte == 0xEE), "nothing is written past the end");
-                assert!(target[..shift].iter().all(|&byte| byte == 0xEE), "nothing is written before the start");
+                assert!(
+                    target[shift + length..].iter().all(|&byte| byte == 0xEE),
+                    "nothing is written past the end"
+                );
+                assert!(
+                    target[..shift].iter().all(|&byte| byte == 0xEE),
+                    "nothing is written before the start"
+                );
             }
         }
     }

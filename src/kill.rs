@@ -43,7 +43,8 @@ mod armed {
         {
             *nth -= 1;
             if *nth == 0 {
-                let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+                let _ =
+                    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             }
         }
     }

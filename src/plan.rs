@@ -3,7 +3,7 @@
 //! Three decisions: which chunks of a save the base already holds ([`Base`]), which byte ranges of which
 //! packs a load needs ([`plan_read`]), and which manifest the parts of all ranks make ([`assemble`]).
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 use crate::digest::ChunkDigest;
@@ -18,6 +18,9 @@ use crate::tensor::{Region, raw_length_bytes};
 const COALESCE_BYTES: u64 = 1 << 20;
 /// Unwanted bytes that a merged read may carry between two wanted ranges.
 const COALESCE_GAP_BYTES: u64 = 16 * 1024;
+
+/// A pack of the base is referred to only where at least one part in so many of it is.
+const LIVE_SHARE: u64 = 16;
 
 /// Cuts `length_bytes` raw bytes into chunks of `chunk_bytes`; only the last may be shorter.
 pub fn chunk_ranges(length_bytes: u64, chunk_bytes: u64) -> impl Iterator<Item = Range<u64>> {
@@ -154,7 +157,9 @@ pub fn plan_read(body: &Body, wants: &[Want]) -> ReadPlan {
                     piece_count += 1;
                     done += length;
                     match chunks.last_mut() {
-                        Some(last) if last.reference == reference && last.entry == want.entry => last.pieces.push(piece),
+                        Some(last) if last.reference == reference && last.entry == want.entry => {
+                            last.pieces.push(piece)
+                        }
                         _ => chunks.push(ReadChunk {
                             reference,
                             raw_length_bytes: chunk_end - chunk_start,
@@ -175,7 +180,9 @@ fn merge_equal(mut chunks: Vec<ReadChunk>) -> Vec<ReadChunk> {
     let mut merged: Vec<ReadChunk> = Vec::with_capacity(chunks.len());
     for chunk in chunks {
         match merged.last_mut() {
-            Some(last) if last.reference == chunk.reference && last.raw_length_bytes == chunk.raw_length_bytes => {
+            Some(last)
+                if last.reference == chunk.reference && last.raw_length_bytes == chunk.raw_length_bytes =>
+            {
                 last.pieces.extend(chunk.pieces);
             }
             _ => merged.push(chunk),
@@ -199,7 +206,9 @@ fn group(chunks: Vec<ReadChunk>) -> Vec<ReadGroup> {
                 last.range.end = last.range.end.max(end);
                 last.chunks.push(chunk);
             }
-            _ => groups.push(ReadGroup { pack: chunk.reference.pack, range: start..end, chunks: vec![chunk] }),
+            _ => {
+                groups.push(ReadGroup { pack: chunk.reference.pack, range: start..end, chunks: vec![chunk] })
+            }
         }
     }
     groups
@@ -254,10 +263,16 @@ pub fn assemble(mut parts: Vec<WrittenPart>) -> Result<Manifest> {
         }
     }
     body.entries = entries.into_values().collect();
-    header.raw_bytes = body.entries.iter().filter(|entry| entry.tied_to.is_none())
-        .filter_map(|entry| raw_length_bytes(&entry.shape, entry.stored_dtype)).sum();
+    header.raw_bytes = body
+        .entries
+        .iter()
+        .filter(|entry| entry.tied_to.is_none())
+        .filter_map(|entry| raw_length_bytes(&entry.shape, entry.stored_dtype))
+        .sum();
     header.nonfinite = nonfinite(&body.entries);
-    header.self_contained = body.packs.iter()
+    header.self_contained = body
+        .packs
+        .iter()
         .all(|pack| names::parse_pack_name(&pack.name).is_some_and(|name| name.seq == header.seq));
     header.state_digest = state_digest(&body);
     manifest::validate(&names::manifest_name(header.seq), &header, &body)?;
@@ -269,7 +284,9 @@ fn nonfinite(entries: &[Entry]) -> BTreeMap<String, u64> {
     let mut names_bytes = 0;
     entries
         .iter()
-        .filter_map(|entry| entry.nonfinite.filter(|&count| count > 0).map(|count| (entry.name.clone(), count)))
+        .filter_map(|entry| {
+            entry.nonfinite.filter(|&count| count > 0).map(|count| (entry.name.clone(), count))
+        })
         .take(limits::NONFINITE_COUNT_LIMIT)
         .take_while(|(name, _)| {
             let first = names_bytes == 0;
@@ -294,7 +311,12 @@ fn agree(header: &Header, body: &Body, part: &Part) -> Result<()> {
     let found = facts(&part.header, part.body.chunk_bytes);
     for ((field, expected), (_, found)) in expected.into_iter().zip(found) {
         if expected != found {
-            return Err(Error::Mismatch { name: format!("part of rank {}", part.rank), field, expected, found });
+            return Err(Error::Mismatch {
+                name: format!("part of rank {}", part.rank),
+                field,
+                expected,
+                found,
+            });
         }
     }
     Ok(())
@@ -304,13 +326,15 @@ fn agree(header: &Header, body: &Body, part: &Part) -> Result<()> {
 fn join_packs(packs: &mut Vec<PackRecord>, written: &WrittenPart) -> Vec<u32> {
     let own = std::iter::once(&written.pack);
     let others = written.part.body.packs.iter().skip(1);
-    own.chain(others).map(|record| {
-        let index = packs.iter().position(|known| known.name == record.name).unwrap_or_else(|| {
-            packs.push(record.clone());
-            packs.len() - 1
-        });
-        index as u32
-    }).collect()
+    own.chain(others)
+        .map(|record| {
+            let index = packs.iter().position(|known| known.name == record.name).unwrap_or_else(|| {
+                packs.push(record.clone());
+                packs.len() - 1
+            });
+            index as u32
+        })
+        .collect()
 }
 
 /// Adds a rank's share of an entry to what other ranks gave.
@@ -320,7 +344,9 @@ fn join_entry(entries: &mut BTreeMap<(String, Option<u32>), Entry>, entry: Entry
         entries.insert(key, entry);
         return Ok(());
     };
-    if (known.dtype, known.stored_dtype, &known.shape, &known.tied_to) != (entry.dtype, entry.stored_dtype, &entry.shape, &entry.tied_to) {
+    if (known.dtype, known.stored_dtype, &known.shape, &known.tied_to)
+        != (entry.dtype, entry.stored_dtype, &entry.shape, &entry.tied_to)
+    {
         return Err(Error::Mismatch {
             name: entry.name,
             field: "description on two ranks",
@@ -329,13 +355,19 @@ fn join_entry(entries: &mut BTreeMap<(String, Option<u32>), Entry>, entry: Entry
         });
     }
     for shard in entry.shards {
-        match known.shards.iter().find(|other| other.offsets == shard.offsets && other.lengths == shard.lengths) {
+        match known
+            .shards
+            .iter()
+            .find(|other| other.offsets == shard.offsets && other.lengths == shard.lengths)
+        {
             None => {
-                known.nonfinite = known.nonfinite.zip(entry.nonfinite).map(|(left, right)| left.saturating_add(right));
+                known.nonfinite =
+                    known.nonfinite.zip(entry.nonfinite).map(|(left, right)| left.saturating_add(right));
                 known.shards.push(shard);
             }
             Some(replica) => {
-                let digests = |chunks: &[ChunkRef]| chunks.iter().map(|chunk| chunk.digest).collect::<Vec<_>>();
+                let digests =
+                    |chunks: &[ChunkRef]| chunks.iter().map(|chunk| chunk.digest).collect::<Vec<_>>();
                 if digests(&replica.chunks) != digests(&shard.chunks) {
                     return Err(Error::Mismatch {
                         name: entry.name,
@@ -385,14 +417,46 @@ impl<'a> Reuse<'a> {
         }
     }
 
+    /// Packs of the base that are worth referring to, given all chunks of the save that the base holds.
+    ///
+    /// A pack stays on disk as long as one of its chunks is referred to. Where a save would use less than
+    /// one part in [`LIVE_SHARE`] of a pack, writing those few bytes again is cheaper than keeping it.
+    pub fn packs_worth_keeping(
+        &self,
+        held: impl Iterator<Item = (ChunkDigest, u64)>,
+        always: bool,
+    ) -> HashSet<u32> {
+        let Some(base) = self.base else { return HashSet::new() };
+        let mut live: HashMap<u32, u64> = HashMap::new();
+        for (digest, raw_length_bytes) in held {
+            if let Some(reference) = base.find(digest, raw_length_bytes) {
+                let bytes = live.entry(reference.pack).or_insert(0);
+                *bytes = bytes.saturating_add(reference.stored_length_bytes);
+            }
+        }
+        live.into_iter()
+            .filter(|(pack, bytes)| {
+                let length = base.packs.get(*pack as usize).map_or(u64::MAX, |record| record.length_bytes);
+                always || bytes.saturating_mul(LIVE_SHARE) >= length
+            })
+            .map(|(pack, _)| pack)
+            .collect()
+    }
+
     /// Decides about a chunk; `usable` says whether a chunk of the base may be referred to.
-    pub fn decide(&mut self, digest: ChunkDigest, raw_length_bytes: u64, usable: impl FnOnce(&ChunkRef) -> bool) -> Decision {
+    pub fn decide(
+        &mut self,
+        digest: ChunkDigest,
+        raw_length_bytes: u64,
+        usable: impl FnOnce(&ChunkRef) -> bool,
+    ) -> Decision {
         if let Some(twin) = self.written.get(&(digest, raw_length_bytes)) {
             self.reused_count += 1;
             return Decision::Refer(*twin);
         }
         let Some(base) = self.base else { return Decision::Write };
-        let Some(mut reference) = base.find(digest, raw_length_bytes).filter(|reference| usable(reference)) else {
+        let Some(mut reference) = base.find(digest, raw_length_bytes).filter(|reference| usable(reference))
+        else {
             return Decision::Write;
         };
         let packs = &mut self.packs;
@@ -405,7 +469,14 @@ impl<'a> Reuse<'a> {
     }
 
     /// Notes a chunk that was appended to the pack being written.
-    pub fn note_written(&mut self, digest: ChunkDigest, raw_length_bytes: u64, offset_bytes: u64, stored_length_bytes: u64, codec: Codec) -> ChunkRef {
+    pub fn note_written(
+        &mut self,
+        digest: ChunkDigest,
+        raw_length_bytes: u64,
+        offset_bytes: u64,
+        stored_length_bytes: u64,
+        codec: Codec,
+    ) -> ChunkRef {
         let reference = ChunkRef { pack: 0, offset_bytes, stored_length_bytes, codec, digest };
         self.written.insert((digest, raw_length_bytes), reference);
         reference

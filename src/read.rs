@@ -33,11 +33,20 @@ impl OpenPacks {
             if packs.contains_key(&index) {
                 continue;
             }
-            let record = body.packs.get(index as usize).ok_or_else(|| Error::Internal { what: format!("pack {index} is not in the table") })?;
+            let record = body
+                .packs
+                .get(index as usize)
+                .ok_or_else(|| Error::Internal { what: format!("pack {index} is not in the table") })?;
             let key = Key::new(Folder::Packs, &record.name)?;
             let object = store.open(&key)?;
             if object.length_bytes() != record.length_bytes {
-                return Err(Error::corrupt(key.to_string(), 0, "length", record.length_bytes, object.length_bytes()));
+                return Err(Error::corrupt(
+                    key.to_string(),
+                    0,
+                    "length",
+                    record.length_bytes,
+                    object.length_bytes(),
+                ));
             }
             packs.insert(index, (key.to_string(), object));
         }
@@ -110,14 +119,18 @@ fn split_targets<'t>(plan: &ReadPlan, targets: &'t mut [&mut [u8]]) -> Result<Ve
         for (offset, length, id) in pieces {
             // Pieces of a validated body cover a target exactly, without a gap or an overlap.
             if offset != position || length > rest.len() as u64 {
-                return Err(Error::Internal { what: format!("piece at {offset} of a target filled up to {position}") });
+                return Err(Error::Internal {
+                    what: format!("piece at {offset} of a target filled up to {position}"),
+                });
             }
             let (slice, after) = rest.split_at_mut(length as usize);
             slices[id] = Some(slice);
             (rest, position) = (after, position + length);
         }
         if !rest.is_empty() {
-            return Err(Error::Internal { what: format!("{} bytes of a target are not covered", rest.len()) });
+            return Err(Error::Internal {
+                what: format!("{} bytes of a target are not covered", rest.len()),
+            });
         }
     }
     Ok(slices)
@@ -195,7 +208,13 @@ fn scatter(chunk: &ReadChunk, raw: &[u8], slices: Vec<&mut [u8]>) {
 ///
 /// # Errors
 /// As [`run`].
-pub fn check(store: &dyn Store, threads: &Threads, body: &Body, plan: &ReadPlan, cancelled: &AtomicBool) -> Result<u64> {
+pub fn check(
+    store: &dyn Store,
+    threads: &Threads,
+    body: &Body,
+    plan: &ReadPlan,
+    cancelled: &AtomicBool,
+) -> Result<u64> {
     let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
     let chunks: Vec<&ReadChunk> = plan.groups.iter().flat_map(|group| &group.chunks).collect();
     threads.pool()?.install(|| {
@@ -221,4 +240,3 @@ pub fn check_chunk(packs: &OpenPacks, body: &Body, chunk: &ReadChunk, buffer: &m
         Codec::Store => verify(name, body, chunk, buffer),
     }
 }
-

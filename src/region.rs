@@ -62,10 +62,12 @@ pub fn runs(shard: &Region, wanted: &Region, element_bytes: u64) -> Vec<Run> {
     };
     let (shard_strides, wanted_strides) = (strides(shard), strides(wanted));
     let offset = |region: &Region, strides: &[u64], index: &[u64]| -> u64 {
-        (0..rank).map(|dimension| {
-            let inner = if dimension < split { index[dimension] } else { 0 };
-            (common.offsets[dimension] + inner - region.offsets[dimension]) * strides[dimension]
-        }).sum()
+        (0..rank)
+            .map(|dimension| {
+                let inner = if dimension < split { index[dimension] } else { 0 };
+                (common.offsets[dimension] + inner - region.offsets[dimension]) * strides[dimension]
+            })
+            .sum()
     };
     let mut runs = Vec::new();
     let mut index = vec![0; split];

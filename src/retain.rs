@@ -129,9 +129,15 @@ pub fn plan(headers: &[Arc<Header>], rules: &[Rule], protected: &Protected) -> P
     for header in headers {
         match reasons.remove(&header.seq) {
             Some(reasons) => plan.kept.push((header.seq, header.step, reasons)),
-            None if rules.is_empty() => plan.kept.push((header.seq, header.step, vec!["no policy".to_owned()])),
+            None if rules.is_empty() => {
+                plan.kept.push((header.seq, header.step, vec!["no policy".to_owned()]))
+            }
             None if replaced.contains(&header.seq) => {
-                plan.removed.push((header.seq, header.step, "superseded by a later snapshot of the same step".to_owned()));
+                plan.removed.push((
+                    header.seq,
+                    header.step,
+                    "superseded by a later snapshot of the same step".to_owned(),
+                ));
             }
             None => plan.removed.push((header.seq, header.step, "no policy keeps it".to_owned())),
         }
@@ -143,9 +149,10 @@ pub fn plan(headers: &[Arc<Header>], rules: &[Rule], protected: &Protected) -> P
 fn kept_by(rule: &Rule, listed: &[&Arc<Header>]) -> Vec<(u64, String)> {
     let newest_first = || listed.iter().rev();
     match rule {
-        Rule::Last { count } => {
-            newest_first().take(as_count(*count)).map(|header| (header.seq, format!("last({count})"))).collect()
-        }
+        Rule::Last { count } => newest_first()
+            .take(as_count(*count))
+            .map(|header| (header.seq, format!("last({count})")))
+            .collect(),
         Rule::Every { steps } => listed
             .iter()
             .filter(|header| header.step.is_multiple_of((*steps).max(1)))
@@ -278,9 +285,18 @@ mod tests {
     #[test]
     fn time_rules_measure_from_the_newest_commit() {
         let headers = run(&[1, 2, 3, 4, 5, 6]); // one a minute
-        assert_eq!(kept(&headers, &[Rule::Within { milliseconds: 120_000 }], &Protected::default()), [4, 5, 6]);
-        assert_eq!(kept(&headers, &[Rule::Bucket { milliseconds: 180_000, count: 2 }], &Protected::default()), [5, 6]);
-        assert_eq!(kept(&headers, &[Rule::Bucket { milliseconds: 180_000, count: 9 }], &Protected::default()), [2, 5, 6]);
+        assert_eq!(
+            kept(&headers, &[Rule::Within { milliseconds: 120_000 }], &Protected::default()),
+            [4, 5, 6]
+        );
+        assert_eq!(
+            kept(&headers, &[Rule::Bucket { milliseconds: 180_000, count: 2 }], &Protected::default()),
+            [5, 6]
+        );
+        assert_eq!(
+            kept(&headers, &[Rule::Bucket { milliseconds: 180_000, count: 9 }], &Protected::default()),
+            [2, 5, 6]
+        );
     }
 
     #[test]

@@ -61,7 +61,8 @@ impl Job {
     }
 
     fn finish(&self, result: Result<SaveReport>) {
-        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(result.map(Arc::new).map_err(Arc::new));
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some(result.map(Arc::new).map_err(Arc::new));
         self.done.notify_all();
     }
 }
@@ -74,7 +75,11 @@ pub fn guarded<T>(run: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+    panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
 }
 
 #[cfg(test)]
@@ -83,7 +88,9 @@ mod tests {
 
     #[test]
     fn a_panic_becomes_an_error_with_its_text() {
-        let Err(Error::Internal { what }) = guarded::<()>(|| panic!("chunk {} is odd", 7)) else { panic!("no error") };
+        let Err(Error::Internal { what }) = guarded::<()>(|| panic!("chunk {} is odd", 7)) else {
+            panic!("no error")
+        };
         assert_eq!(what, "a background thread panicked: chunk 7 is odd");
     }
 }

@@ -87,7 +87,9 @@ impl StagePool {
             let _ = arena.advise(memmap2::Advice::HugePage);
         }
         threads.pool()?.install(|| {
-            arena.par_chunks_mut(PIECE_BYTES).for_each(|piece| piece.iter_mut().step_by(4096).for_each(|byte| *byte = 0));
+            arena
+                .par_chunks_mut(PIECE_BYTES)
+                .for_each(|piece| piece.iter_mut().step_by(4096).for_each(|byte| *byte = 0));
         });
         Ok(Some(arena))
     }
@@ -112,7 +114,8 @@ fn copy_all(arena: &mut [u8], sources: &[&[u8]], threads: &Threads) -> Result<()
         }
         if source.len() >= PIECE_BYTES {
             for part in source.chunks(PIECE_BYTES) {
-                let (target, after) = rest.split_at_mut(part.len().next_multiple_of(ALIGNMENT_BYTES).min(rest.len()));
+                let (target, after) =
+                    rest.split_at_mut(part.len().next_multiple_of(ALIGNMENT_BYTES).min(rest.len()));
                 pieces.push(Piece { target, sources: vec![(0, part)] });
                 rest = after;
             }
@@ -149,7 +152,24 @@ mod tests {
     fn copies_equal_their_sources_for_all_mixes_of_sizes() {
         let pool = Arc::new(StagePool::default());
         let threads = Threads::new(2);
-        let sizes = [0, 1, 63, 64, 65, PIECE_BYTES - 1, 5, PIECE_BYTES, 7, PIECE_BYTES + 1, 2 * PIECE_BYTES + 65, 0, 9, PIECE_BYTES / 2, PIECE_BYTES / 2, 3];
+        let sizes = [
+            0,
+            1,
+            63,
+            64,
+            65,
+            PIECE_BYTES - 1,
+            5,
+            PIECE_BYTES,
+            7,
+            PIECE_BYTES + 1,
+            2 * PIECE_BYTES + 65,
+            0,
+            9,
+            PIECE_BYTES / 2,
+            PIECE_BYTES / 2,
+            3,
+        ];
         let data: Vec<Vec<u8>> = sizes.iter().enumerate().map(|(seed, &size)| pattern(size, seed)).collect();
         let sources: Vec<&[u8]> = data.iter().map(Vec::as_slice).collect();
         for _ in 0..2 {
@@ -163,7 +183,9 @@ mod tests {
         let pool = Arc::new(StagePool::default());
         let threads = Threads::new(1);
         let large = pattern(GROWTH_BYTES + 1, 1);
-        let address = |pool: &StagePool| pool.idle.lock().unwrap().as_ref().map(|arena| (arena.as_ptr().addr(), arena.len()));
+        let address = |pool: &StagePool| {
+            pool.idle.lock().unwrap().as_ref().map(|arena| (arena.as_ptr().addr(), arena.len()))
+        };
         drop(stage(&pool, &threads, &[&large]).unwrap());
         let first = address(&pool).unwrap();
         assert_eq!(first.1, 2 * GROWTH_BYTES);

@@ -59,7 +59,8 @@ pub fn delete_packs(
         .collect();
     let claim = registry.claim(committed);
     let referenced = referenced()?;
-    let doomed: Vec<String> = claim.packs().iter().filter(|name| !referenced.contains(*name)).cloned().collect();
+    let doomed: Vec<String> =
+        claim.packs().iter().filter(|name| !referenced.contains(*name)).cloned().collect();
     let freed = if doomed.is_empty() { 0 } else { store.delete(Folder::Packs, &doomed)? };
     drop(claim);
     drop_tombstones(store, listing)?;
@@ -74,7 +75,8 @@ fn drop_tombstones(store: &Arc<dyn Store>, listing: &mut Listing) -> Result<()> 
     if done.is_empty() {
         return Ok(());
     }
-    store.delete(Folder::Snapshots, &done.iter().map(|&seq| names::tombstone_name(seq)).collect::<Vec<_>>())?;
+    store
+        .delete(Folder::Snapshots, &done.iter().map(|&seq| names::tombstone_name(seq)).collect::<Vec<_>>())?;
     listing.tombstones.retain(|seq| !done.contains(seq));
     Ok(())
 }

@@ -129,8 +129,11 @@ impl Region {
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offsets.len() == shape.len()
             && self.lengths.len() == shape.len()
-            && self.offsets.iter().zip(&self.lengths).zip(shape).all(|((&offset, &length), &size)| {
-                offset.checked_add(length).is_some_and(|end| end <= size)
-            })
+            && self
+                .offsets
+                .iter()
+                .zip(&self.lengths)
+                .zip(shape)
+                .all(|((&offset, &length), &size)| offset.checked_add(length).is_some_and(|end| end <= size))
     }
 }

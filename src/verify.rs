@@ -41,19 +41,32 @@ pub struct Report {
 impl Report {
     /// Adds a finding, or the step to one that is known.
     pub fn add(&mut self, object: &str, offset_bytes: u64, what: String, step: Option<u64>) {
-        let known = self.findings.iter_mut().find(|known| known.object == object && known.offset_bytes == offset_bytes && known.what == what);
+        let known = self
+            .findings
+            .iter_mut()
+            .find(|known| known.object == object && known.offset_bytes == offset_bytes && known.what == what);
         if let Some(known) = known {
             known.steps.extend(step);
             return;
         }
-        self.findings.push(Finding { object: object.to_owned(), offset_bytes, what, steps: step.into_iter().collect() });
+        self.findings.push(Finding {
+            object: object.to_owned(),
+            offset_bytes,
+            what,
+            steps: step.into_iter().collect(),
+        });
     }
 
     /// Adds an error, with the place it names.
     pub fn add_error(&mut self, error: &Error, fallback_object: &str, step: Option<u64>) {
         match error {
             Error::Corrupt { object, offset_bytes, what, expected, found } => {
-                self.add(object, *offset_bytes, format!("corrupt {what}: expected {expected}, found: {found}"), step);
+                self.add(
+                    object,
+                    *offset_bytes,
+                    format!("corrupt {what}: expected {expected}, found: {found}"),
+                    step,
+                );
             }
             other => self.add(fallback_object, 0, other.chain(), step),
         }
@@ -100,7 +113,9 @@ pub fn verify(
         let steps = users.chunks.get(&place).or_else(|| users.packs.get(&finding.object));
         finding.steps.extend(steps.into_iter().flatten());
     }
-    report.findings.sort_by(|left, right| (&left.object, left.offset_bytes).cmp(&(&right.object, right.offset_bytes)));
+    report
+        .findings
+        .sort_by(|left, right| (&left.object, left.offset_bytes).cmp(&(&right.object, right.offset_bytes)));
     Ok(())
 }
 
@@ -141,7 +156,8 @@ fn new_chunks(manifest: &Manifest, readable: &[u32], sample: f64, users: &mut Us
         .filter(|chunk| readable.contains(&chunk.reference.pack) && is_sampled(chunk, sample))
         .filter(|chunk| {
             let pack = &manifest.body.packs[chunk.reference.pack as usize].name;
-            let steps = users.chunks.entry((format!("packs/{pack}"), chunk.reference.offset_bytes)).or_default();
+            let steps =
+                users.chunks.entry((format!("packs/{pack}"), chunk.reference.offset_bytes)).or_default();
             let first = steps.is_empty();
             steps.insert(manifest.header.step);
             first

@@ -72,6 +72,9 @@ pub struct WriteJob {
     pub base: Option<Arc<Base>>,
     /// Packs of the base that are being deleted.
     pub gone_packs: HashSet<String>,
+    /// Refer to the base wherever it has a chunk, however little of a pack that keeps alive: right where
+    /// nothing is ever deleted.
+    pub refer_always: bool,
 }
 
 /// What a write did.
@@ -124,11 +127,17 @@ pub fn write_pack(job: WriteJob, sources: &[&[u8]], cancelled: &AtomicBool) -> R
 
     let base = job.base.clone();
     let base_packs = BasePacks::open(&job);
-    let mut appender = Appender { reuse: Reuse::new(&job.pack_name, base.as_deref()), table: Vec::new(), padding: Vec::new() };
+    let mut appender = Appender {
+        reuse: Reuse::new(&job.pack_name, base.as_deref()),
+        table: Vec::new(),
+        padding: Vec::new(),
+    };
     let pending = pending_chunks(&job, sources)?;
-    let mut references: Vec<Vec<ChunkRef>> = vec![Vec::new(); job.entries.len()];
+    let mut references: Vec<Option<ChunkRef>> = vec![None; pending.len()];
     let mut nonfinite: Vec<Option<u64>> = vec![None; job.entries.len()];
+    let mut deferred: Vec<(usize, Digested)> = Vec::new();
     let (mut encode_seconds, mut write_seconds) = (0.0, 0.0);
+    let mut position = 0;
     for batch in batches(&pending) {
         if cancelled.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
@@ -136,16 +145,35 @@ pub fn write_pack(job: WriteJob, sources: &[&[u8]], cancelled: &AtomicBool) -> R
         let started = Instant::now();
         let digested = digest_batch(&job, batch, &base_packs)?;
         let digested_at = Instant::now();
-        for (chunk, found) in batch.iter().zip(&digested) {
-            references[chunk.entry].push(appender.place(staged.as_mut(), chunk.bytes, found)?);
+        for (chunk, found) in batch.iter().zip(digested) {
             if let Some(count) = found.nonfinite {
                 *nonfinite[chunk.entry].get_or_insert(0) += count;
             }
+            if found.base_usable {
+                deferred.push((position, found));
+            } else {
+                references[position] =
+                    Some(appender.place(staged.as_mut(), chunk.bytes, &found, &|_| false)?);
+            }
+            position += 1;
             kill::point("save.first_chunk");
         }
         encode_seconds += (digested_at - started).as_secs_f64();
         write_seconds += digested_at.elapsed().as_secs_f64();
     }
+    // Which packs of the base are worth their space is known only now that all chunks are.
+    let started = Instant::now();
+    let worth = appender.reuse.packs_worth_keeping(
+        deferred.iter().map(|(position, found)| (found.digest, pending[*position].bytes.len() as u64)),
+        job.refer_always,
+    );
+    for (position, found) in deferred {
+        let usable = |reference: &ChunkRef| worth.contains(&reference.pack);
+        references[position] =
+            Some(appender.place(staged.as_mut(), pending[position].bytes, &found, &usable)?);
+    }
+    write_seconds += started.elapsed().as_secs_f64();
+    let references = by_entry(&job, &pending, references)?;
 
     let started = Instant::now();
     let chunk_count = pending.len() as u64;
@@ -173,7 +201,9 @@ fn pending_chunks<'a>(job: &WriteJob, sources: &[&'a [u8]]) -> Result<Vec<Pendin
     let mut pending = Vec::with_capacity(job.entries.len());
     for (index, entry) in job.entries.iter().enumerate() {
         let Some(source) = entry.source else { continue };
-        let bytes = *sources.get(source).ok_or_else(|| Error::Internal { what: format!("entry `{}` has no source", entry.name) })?;
+        let bytes = *sources
+            .get(source)
+            .ok_or_else(|| Error::Internal { what: format!("entry `{}` has no source", entry.name) })?;
         let expected = crate::tensor::raw_length_bytes(&entry.region.lengths, entry.dtype);
         if expected != Some(bytes.len() as u64) {
             return Err(Error::invalid(
@@ -181,10 +211,12 @@ fn pending_chunks<'a>(job: &WriteJob, sources: &[&'a [u8]]) -> Result<Vec<Pendin
                 format!("has {} bytes, but its region needs {expected:?}", bytes.len()),
             ));
         }
-        pending.extend(chunk_ranges(bytes.len() as u64, job.chunk_bytes).map(|range| Pending {
-            entry: index,
-            bytes: &bytes[range.start as usize..range.end as usize],
-        }));
+        pending.extend(
+            chunk_ranges(bytes.len() as u64, job.chunk_bytes).map(|range| Pending {
+                entry: index,
+                bytes: &bytes[range.start as usize..range.end as usize],
+            }),
+        );
     }
     Ok(pending)
 }
@@ -194,11 +226,15 @@ fn batches<'a, 'b>(pending: &'b [Pending<'a>]) -> impl Iterator<Item = &'b [Pend
     let mut rest = pending;
     std::iter::from_fn(move || {
         let mut bytes = 0;
-        let count = rest.iter().take(BATCH_CHUNKS).take_while(|chunk| {
-            let fits = bytes < BATCH_BYTES;
-            bytes += chunk.bytes.len() as u64;
-            fits
-        }).count();
+        let count = rest
+            .iter()
+            .take(BATCH_CHUNKS)
+            .take_while(|chunk| {
+                let fits = bytes < BATCH_BYTES;
+                bytes += chunk.bytes.len() as u64;
+                fits
+            })
+            .count();
         let (batch, after) = rest.split_at(count);
         rest = after;
         (count > 0).then_some(batch)
@@ -207,14 +243,18 @@ fn batches<'a, 'b>(pending: &'b [Pending<'a>]) -> impl Iterator<Item = &'b [Pend
 
 fn digest_batch(job: &WriteJob, batch: &[Pending<'_>], base_packs: &BasePacks<'_>) -> Result<Vec<Digested>> {
     Ok(job.threads.pool()?.install(|| {
-        batch.par_iter().with_min_len(if batch.len() > 256 { 64 } else { 1 }).map(|chunk| {
-            let digest = ChunkDigest::of(chunk.bytes);
-            Digested {
-                digest,
-                nonfinite: count_nonfinite(job.entries[chunk.entry].dtype, chunk.bytes),
-                base_usable: base_packs.may_refer(digest, chunk.bytes.len() as u64),
-            }
-        }).collect()
+        batch
+            .par_iter()
+            .with_min_len(if batch.len() > 256 { 64 } else { 1 })
+            .map(|chunk| {
+                let digest = ChunkDigest::of(chunk.bytes);
+                Digested {
+                    digest,
+                    nonfinite: count_nonfinite(job.entries[chunk.entry].dtype, chunk.bytes),
+                    base_usable: base_packs.may_refer(digest, chunk.bytes.len() as u64),
+                }
+            })
+            .collect()
     }))
 }
 
@@ -230,13 +270,16 @@ impl<'a> BasePacks<'a> {
     fn open(job: &'a WriteJob) -> Self {
         let base = job.base.as_deref();
         let packs = base.map_or_else(Vec::new, |base| {
-            base.packs.iter().map(|record| {
-                if job.gone_packs.contains(&record.name) {
-                    return None;
-                }
-                let key = Key::new(Folder::Packs, &record.name).ok()?;
-                job.store.open(&key).ok().filter(|object| object.length_bytes() == record.length_bytes)
-            }).collect()
+            base.packs
+                .iter()
+                .map(|record| {
+                    if job.gone_packs.contains(&record.name) {
+                        return None;
+                    }
+                    let key = Key::new(Folder::Packs, &record.name).ok()?;
+                    job.store.open(&key).ok().filter(|object| object.length_bytes() == record.length_bytes)
+                })
+                .collect()
         });
         Self { base, packs }
     }
@@ -244,7 +287,9 @@ impl<'a> BasePacks<'a> {
     /// True where the base has these bytes in a pack that is there, verified by reading them unless
     /// this process wrote or verified them before.
     fn may_refer(&self, digest: ChunkDigest, raw_length_bytes: u64) -> bool {
-        let Some((base, reference)) = self.base.and_then(|base| Some((base, base.find(digest, raw_length_bytes)?))) else {
+        let Some((base, reference)) =
+            self.base.and_then(|base| Some((base, base.find(digest, raw_length_bytes)?)))
+        else {
             return false;
         };
         let Some(Some(object)) = self.packs.get(reference.pack as usize) else { return false };
@@ -268,9 +313,15 @@ struct Appender<'a> {
 
 impl Appender<'_> {
     /// Refers to the chunk where its bytes exist, else appends it at its alignment.
-    fn place(&mut self, staged: &mut dyn StagedWrite, raw: &[u8], found: &Digested) -> Result<ChunkRef> {
+    fn place(
+        &mut self,
+        staged: &mut dyn StagedWrite,
+        raw: &[u8],
+        found: &Digested,
+        usable: &dyn Fn(&ChunkRef) -> bool,
+    ) -> Result<ChunkRef> {
         let raw_length_bytes = raw.len() as u64;
-        if let Decision::Refer(reference) = self.reuse.decide(found.digest, raw_length_bytes, |_| found.base_usable) {
+        if let Decision::Refer(reference) = self.reuse.decide(found.digest, raw_length_bytes, usable) {
             return Ok(reference);
         }
         let padding = pack::padding_before(staged.position_bytes(), raw_length_bytes) as usize;
@@ -287,15 +338,42 @@ impl Appender<'_> {
             codec: Codec::Store,
             digest: found.digest,
         });
-        Ok(self.reuse.note_written(found.digest, raw_length_bytes, offset_bytes, raw_length_bytes, Codec::Store))
+        Ok(self.reuse.note_written(
+            found.digest,
+            raw_length_bytes,
+            offset_bytes,
+            raw_length_bytes,
+            Codec::Store,
+        ))
     }
 }
 
+/// The references of each entry, in order.
+fn by_entry(
+    job: &WriteJob,
+    pending: &[Pending<'_>],
+    references: Vec<Option<ChunkRef>>,
+) -> Result<Vec<Vec<ChunkRef>>> {
+    let mut by_entry: Vec<Vec<ChunkRef>> = vec![Vec::new(); job.entries.len()];
+    for (chunk, reference) in pending.iter().zip(references) {
+        let reference =
+            reference.ok_or_else(|| Error::Internal { what: "a chunk of a save has no place".to_owned() })?;
+        by_entry[chunk.entry].push(reference);
+    }
+    Ok(by_entry)
+}
+
 /// Builds the part: entries sorted by name, ties with the chunks of what they are tied to.
-fn make_part(job: WriteJob, packs: Vec<PackRecord>, references: Vec<Vec<ChunkRef>>, nonfinite: &[Option<u64>]) -> Result<Part> {
+fn make_part(
+    job: WriteJob,
+    packs: Vec<PackRecord>,
+    references: Vec<Vec<ChunkRef>>,
+    nonfinite: &[Option<u64>],
+) -> Result<Part> {
     let mut entries: Vec<Entry> = Vec::with_capacity(job.entries.len());
     for ((input, chunks), nonfinite) in job.entries.iter().zip(references).zip(nonfinite) {
-        let shard = Shard { offsets: input.region.offsets.clone(), lengths: input.region.lengths.clone(), chunks };
+        let shard =
+            Shard { offsets: input.region.offsets.clone(), lengths: input.region.lengths.clone(), chunks };
         entries.push(Entry {
             name: input.name.clone(),
             rank: input.rank,
@@ -311,9 +389,16 @@ fn make_part(job: WriteJob, packs: Vec<PackRecord>, references: Vec<Vec<ChunkRef
         job.entries.iter().enumerate().map(|(index, input)| (input.name.as_str(), index)).collect();
     for (index, input) in job.entries.iter().enumerate() {
         let Some(target) = &input.tied_to else { continue };
-        let target = targets.get(target.as_str()).copied().filter(|&target| job.entries[target].tied_to.is_none()).ok_or_else(|| {
-            Error::invalid(format!("tie of `{}`", input.name), format!("`{target}` is no entry of this save, or a tie itself"))
-        })?;
+        let target = targets
+            .get(target.as_str())
+            .copied()
+            .filter(|&target| job.entries[target].tied_to.is_none())
+            .ok_or_else(|| {
+                Error::invalid(
+                    format!("tie of `{}`", input.name),
+                    format!("`{target}` is no entry of this save, or a tie itself"),
+                )
+            })?;
         entries[index].shards = entries[target].shards.clone();
         entries[index].nonfinite = entries[target].nonfinite;
     }

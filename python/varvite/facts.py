@@ -94,7 +94,9 @@ def falling_back(ref: int | str, view: SnapshotView, skipped: list[tuple[int, st
 def skip(seq: int, error: CorruptionError | StoreError, skipped: list[tuple[int, str]]) -> None:
     """Notes and says that a snapshot can't be used."""
     skipped.append((seq, str(error)))
-    warnings.warn(f"snapshot {seq} can't be used, going back to the one before: {error}", RuntimeWarning, stacklevel=4)
+    warnings.warn(
+        f"snapshot {seq} can't be used, going back to the one before: {error}", RuntimeWarning, stacklevel=4
+    )
 
 
 def all_damaged(skipped: list[tuple[int, str]]) -> CorruptionError:

@@ -88,7 +88,9 @@ class SaveHandle:
         if self._report is None and self._job is not None:
             self._report = self._job.wait(timeout)
         if self._report is None:
-            raise InternalError("internal error: a save without a job has no report", what="a save has a report")
+            raise InternalError(
+                "internal error: a save without a job has no report", what="a save has a report"
+            )
         return self._report
 
     def __repr__(self) -> str:

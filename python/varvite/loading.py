@@ -146,7 +146,13 @@ def _read(
                         buffers[_first_name(row)] = mapped
         mapped_names = set(buffers)
         fresh = view.allocate_for(tree, known=buffers)
-        view.read({name: value for name, value in view.unique(fresh).items() if _first_name(view.row(name)) not in mapped_names})
+        view.read(
+            {
+                name: value
+                for name, value in view.unique(fresh).items()
+                if _first_name(view.row(name)) not in mapped_names
+            }
+        )
         buffers.update(fresh)
     if device is None:
         return buffers

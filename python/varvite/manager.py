@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from varvite._native import Engine
 from varvite.background import BackgroundSave
-from varvite.errors import CheckpointError, CorruptionError, InvalidInputError, NotBuiltYetError, SnapshotNotFoundError
+from varvite.errors import (
+    CheckpointError,
+    CorruptionError,
+    InvalidInputError,
+    NotBuiltYetError,
+    SnapshotNotFoundError,
+)
 from varvite.facts import all_damaged, falling_back, make_info, reference_text, skip, tags_by_seq
 from varvite.handles import SaveHandle
 from varvite.lifecycle import track
@@ -337,7 +343,12 @@ class CheckpointManager:
         for view in self._usable(ref, skipped):
             with falling_back(ref, view, skipped):
                 if names is not None:
-                    return Loaded(load_tensors(view, [names] if isinstance(names, str) else names, device=device, mmap=mmap), self._info(view.header))
+                    return Loaded(
+                        load_tensors(
+                            view, [names] if isinstance(names, str) else names, device=device, mmap=mmap
+                        ),
+                        self._info(view.header),
+                    )
                 nest = load_nest(view, device=device, mmap=mmap)
                 return Loaded(nest, self._info(view.header), load_rng(view, self._settings.rank))
         raise all_damaged(skipped)
@@ -528,7 +539,9 @@ class CheckpointManager:
 
     def create_snapshot(self, step: int, *, metrics: dict[str, float] | None = None) -> Any:
         """Starts a snapshot of several ranks; not built yet."""
-        raise NotBuiltYetError("not built yet in this version: create_snapshot", what="create_snapshot", step=step)
+        raise NotBuiltYetError(
+            "not built yet in this version: create_snapshot", what="create_snapshot", step=step
+        )
 
     # ---- waiting and the end -------------------------------------------------------------------
 
@@ -593,7 +606,9 @@ class CheckpointManager:
     def _must_be_open(self, what: str) -> None:
         if os.getpid() != self._process:
             reason = f"it was opened by process {self._process}, and this is a fork of it"
-            raise InvalidInputError(f"cannot {what}: {reason}", hint="make a new manager here", what="manager")
+            raise InvalidInputError(
+                f"cannot {what}: {reason}", hint="make a new manager here", what="manager"
+            )
         if self._closed:
             raise InvalidInputError(f"cannot {what}: the manager is closed", what="manager")
 

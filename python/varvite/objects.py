@@ -152,7 +152,11 @@ def read_tree(text: str) -> tuple[Json | None, dict[str, SavedObject]]:
     """
     tree = from_text(text)
     objects: dict[str, SavedObject] = {}
-    if not isinstance(tree, dict) or set(tree) != {"state", "objects"} or not isinstance(tree["objects"], list):
+    if (
+        not isinstance(tree, dict)
+        or set(tree) != {"state", "objects"}
+        or not isinstance(tree["objects"], list)
+    ):
         raise _corrupt("structure", "an object with `state` and `objects`", tree)
     for row in tree["objects"]:
         legal = isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and row[1] in KINDS

@@ -86,7 +86,9 @@ class SnapshotView:
 
     def same_bytes(self, name: str, other: str) -> bool:
         """True where two entries have equal bytes, by their digests."""
-        return self.reader.chunk_digests(self.row(name).index) == self.reader.chunk_digests(self.row(other).index)
+        return self.reader.chunk_digests(self.row(name).index) == self.reader.chunk_digests(
+            self.row(other).index
+        )
 
     def allocate_for(self, structure: Json, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Makes memory for every leaf of a structure; tied entries share one object.
@@ -157,7 +159,9 @@ class SnapshotView:
                 nearest = difflib.get_close_matches(pattern, visible, n=3)
                 raise TensorNotFoundError(
                     f"no tensor `{pattern}` in snapshot {self.header['seq']}",
-                    hint="did you mean " + " or ".join(f"`{name}`" for name in nearest) + "?" if nearest else None,
+                    hint="did you mean " + " or ".join(f"`{name}`" for name in nearest) + "?"
+                    if nearest
+                    else None,
                     name=pattern,
                     seq=self.header["seq"],
                     nearest=nearest,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.modules import clean_names
-from varvite.objects import SavedObject, kind_of, module_state
+from varvite.objects import SavedObject, kind_of, module_state, read_tree
 from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded, type_name
 from varvite.state import flatten, structure_names, unflatten
@@ -170,22 +170,32 @@ def restore_objects(
         if keyword not in saved:
             found.missing.append(keyword)
             continue
-        plans[keyword] = plan_object(keyword, value, saved[keyword], view, modules, allow_narrowing=allow_narrowing)
+        plans[keyword] = plan_object(
+            keyword, value, saved[keyword], view, modules, allow_narrowing=allow_narrowing
+        )
         found.add(plans[keyword].found)
     found.unexpected += [keyword for keyword in saved if keyword not in objects]
     if state_tree is not None:
         found.unexpected += structure_names(state_tree)
     found.check(strict=strict)
-    optimizers = [value for keyword, value in objects.items() if keyword in plans and kind_of(value) == "optimizer"]
+    optimizers = [
+        value for keyword, value in objects.items() if keyword in plans and kind_of(value) == "optimizer"
+    ]
     if settings and not optimizers:
         reason = "no optimizer is restored; legal is `allow_narrowing`"
-        raise InvalidInputError(f"invalid override `{next(iter(settings))}`: {reason}", what="override", reason=reason)
+        raise InvalidInputError(
+            f"invalid override `{next(iter(settings))}`: {reason}", what="override", reason=reason
+        )
 
     view.read({name: buffer for plan in plans.values() for name, buffer in plan.destinations.items()})
     order = sorted(plans, key=lambda keyword: _install_order(objects[keyword]))
     for keyword in order:
         plans[keyword].commit()
-    overridden = [line for optimizer in optimizers for line in override_groups(optimizer, settings)] if settings else []
+    overridden = (
+        [line for optimizer in optimizers for line in override_groups(optimizer, settings)]
+        if settings
+        else []
+    )
     is_whole = not (found.missing or found.unexpected or found.mismatched)
     loader = "restored" if any(_is_loader(objects[keyword]) for keyword in order) else "absent"
     return Restored(found, order, overridden, is_whole, loader)
@@ -281,13 +291,19 @@ def fill_in_place(
         found.matched.append(name)
         if name in ties and ties[name] in found.matched:
             if not view.same_bytes(name, ties[name]):
-                found.mismatched.append((name, "value", f"that of `{ties[name]}`, with which it is tied", "another"))
+                found.mismatched.append(
+                    (name, "value", f"that of `{ties[name]}`, with which it is tied", "another")
+                )
             continue
         value = live[name]
         if exact and _is_direct(value):
             destinations[name] = value.detach() if hasattr(value, "detach") else value
         else:
-            buffer = allocate(saved_dtype, saved_shape) if hasattr(value, "detach") else allocate_array(saved_dtype, saved_shape)
+            buffer = (
+                allocate(saved_dtype, saved_shape)
+                if hasattr(value, "detach")
+                else allocate_array(saved_dtype, saved_shape)
+            )
             destinations[name] = buffer
             copies.append((value, buffer))
     return ObjectPlan(destinations, found, lambda: _copy_all(copies))
@@ -393,8 +409,11 @@ def _plan_nest(keyword: str, value: Any, saved: SavedObject, view: SnapshotView)
             dtype, shape = view.description(name)
             mine = describe(name, live[name])
             if (mine.dtype, tuple(mine.shape)) != (dtype, tuple(shape)):
-                found.mismatched.append((name, "shape", list(mine.shape), list(shape)) if tuple(mine.shape) != tuple(shape)
-                                        else (name, "dtype", mine.dtype, dtype))
+                found.mismatched.append(
+                    (name, "shape", list(mine.shape), list(shape))
+                    if tuple(mine.shape) != tuple(shape)
+                    else (name, "dtype", mine.dtype, dtype)
+                )
 
     def commit() -> None:
         _assign(value, unflatten(saved.structure, buffers.__getitem__))
@@ -416,7 +435,9 @@ def _assign(live: Any, saved: Any) -> Any:
             live[key] = _assign(live.get(key), value)
         return live
     if isinstance(live, list) and isinstance(saved, list):
-        live[:] = [_assign(live[index] if index < len(live) else None, value) for index, value in enumerate(saved)]
+        live[:] = [
+            _assign(live[index] if index < len(live) else None, value) for index, value in enumerate(saved)
+        ]
         return live
     numpy = loaded("numpy")
     if numpy is not None and isinstance(live, numpy.ndarray) and isinstance(saved, numpy.ndarray):

@@ -26,7 +26,9 @@ class Payload(NamedTuple):
         described: Descriptions of all tensors.
     """
 
-    lists: tuple[int, list[str], list[int | None], list[str], list[tuple[int, ...]], list[Any], list[str | None]]
+    lists: tuple[
+        int, list[str], list[int | None], list[str], list[tuple[int, ...]], list[Any], list[str | None]
+    ]
     texts: dict[str, Any]
     described: list[Described]
 
@@ -99,7 +101,9 @@ def _read_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
             is_number = False
         if not is_number or isinstance(value, (str, bytes)):
             reason = f"must be a number, not {type_name(value)}"
-            raise InvalidInputError(f"invalid metric `{name}`: {reason}", what=f"metrics.{name}", reason=reason)
+            raise InvalidInputError(
+                f"invalid metric `{name}`: {reason}", what=f"metrics.{name}", reason=reason
+            )
         read[name] = float(value)
     return read
 
@@ -111,5 +115,7 @@ def _metadata_text(metadata: Mapping[str, Any] | None) -> str:
     flat = flatten(dict(metadata or {}), prefix=("metadata",))
     if flat.leaves:
         reason = "metadata is read with the header: put tensors and arrays in the state"
-        raise InvalidInputError(f"invalid metadata `{flat.leaves[0].name}`: {reason}", what=flat.leaves[0].name, reason=reason)
+        raise InvalidInputError(
+            f"invalid metadata `{flat.leaves[0].name}`: {reason}", what=flat.leaves[0].name, reason=reason
+        )
     return to_text(flat.structure)

@@ -30,7 +30,12 @@ impl Memory {
     /// Describes the memory of a `torch.Tensor` or of a NumPy array (anything with
     /// `__array_interface__`), which must be contiguous in C order, on the CPU, and exactly
     /// `expected_bytes` long.
-    pub(crate) fn of(value: &Bound<'_, PyAny>, name: &str, expected_bytes: u64, writable: bool) -> PyResult<Self> {
+    pub(crate) fn of(
+        value: &Bound<'_, PyAny>,
+        name: &str,
+        expected_bytes: u64,
+        writable: bool,
+    ) -> PyResult<Self> {
         let py = value.py();
         let (address, length_bytes) = if value.hasattr(intern!(py, "data_ptr"))? {
             tensor_memory(value, name)?
@@ -38,7 +43,11 @@ impl Memory {
             array_memory(value, name, writable)?
         };
         if length_bytes as u64 != expected_bytes {
-            return Err(refuse(py, name, &format!("it has {length_bytes} bytes, but its dtype and shape need {expected_bytes}")));
+            return Err(refuse(
+                py,
+                name,
+                &format!("it has {length_bytes} bytes, but its dtype and shape need {expected_bytes}"),
+            ));
         }
         if length_bytes > 0 && address == 0 {
             return Err(refuse(py, name, "it has no memory (a meta or fake tensor?)"));
@@ -67,7 +76,8 @@ impl Targets {
     /// # Errors
     /// [`Error::InvalidInput`] where two overlap.
     pub(crate) fn new(memories: Vec<Memory>, names: &[&str]) -> Result<Self> {
-        let mut order: Vec<usize> = (0..memories.len()).filter(|&index| memories[index].length_bytes > 0).collect();
+        let mut order: Vec<usize> =
+            (0..memories.len()).filter(|&index| memories[index].length_bytes > 0).collect();
         order.sort_by_key(|&index| memories[index].address);
         for pair in order.windows(2) {
             let (left, right) = (&memories[pair[0]], &memories[pair[1]]);
@@ -100,7 +110,9 @@ impl Targets {
 
 fn tensor_memory(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<(usize, usize)> {
     let py = tensor.py();
-    let flag = |method: &Bound<'_, pyo3::types::PyString>| -> PyResult<bool> { tensor.call_method0(method)?.extract() };
+    let flag = |method: &Bound<'_, pyo3::types::PyString>| -> PyResult<bool> {
+        tensor.call_method0(method)?.extract()
+    };
     if !flag(intern!(py, "is_contiguous"))? {
         return Err(refuse(py, name, "it is not contiguous"));
     }
@@ -113,7 +125,8 @@ fn tensor_memory(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<(usize, usiz
     let count: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
     let size: usize = tensor.call_method0(intern!(py, "element_size"))?.extract()?;
     let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-    let length = count.checked_mul(size).ok_or_else(|| refuse(py, name, "it is longer than the address space"))?;
+    let length =
+        count.checked_mul(size).ok_or_else(|| refuse(py, name, "it is longer than the address space"))?;
     Ok((address, length))
 }
 
@@ -178,7 +191,14 @@ impl MappedPack {
         // is private and writable, hence `readonly` 0; who writes through two views at once is the
         // caller's business, as for any bytearray.
         let filled = unsafe {
-            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), map.as_ptr().cast_mut().cast(), map.len() as ffi::Py_ssize_t, 0, flags)
+            ffi::PyBuffer_FillInfo(
+                view,
+                slf.as_ptr(),
+                map.as_ptr().cast_mut().cast(),
+                map.len() as ffi::Py_ssize_t,
+                0,
+                flags,
+            )
         };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }

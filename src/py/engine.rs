@@ -52,11 +52,20 @@ impl Engine {
                 "write" => Access::Write,
                 "tag" => Access::Tag,
                 "read" => Access::Read,
-                other => return Err(Error::invalid(format!("access `{other}`"), "must be `write`, `tag` or `read`")),
+                other => {
+                    return Err(Error::invalid(
+                        format!("access `{other}`"),
+                        "must be `write`, `tag` or `read`",
+                    ));
+                }
             };
-            let rules: Vec<Rule> = serde_json::from_str(rules).map_err(|error| Error::invalid("keep", error.to_string()))?;
+            let rules: Vec<Rule> =
+                serde_json::from_str(rules).map_err(|error| Error::invalid("keep", error.to_string()))?;
             let store = LocalStore::open(&path, LocalOptions { sync, read_only: access == Access::Read })?;
-            Repository::open(Arc::new(store), Options { access, chunk_bytes, threads, rules, rank, world_size })
+            Repository::open(
+                Arc::new(store),
+                Options { access, chunk_bytes, threads, rules, rank, world_size },
+            )
         };
         py.detach(open).map(|repository| Self { repository }).map_err(|error| raise(py, &error))
     }
@@ -103,7 +112,8 @@ impl Engine {
         rank_structure: Option<String>,
     ) -> PyResult<SaveJob> {
         let tensors = Tensors { names, ranks, dtypes, shapes, ties };
-        let (request, memories) = tensors.request(py, &values, step, metrics, metadata, structure, rank_structure)?;
+        let (request, memories) =
+            tensors.request(py, &values, step, metrics, metadata, structure, rank_structure)?;
         let started = py.detach(|| {
             let sources: Vec<&[u8]> = memories.iter().map(Memory::bytes).collect();
             Job::start(self.repository.begin_save(request, &sources)?)
@@ -130,7 +140,8 @@ impl Engine {
         rank_structure: Option<String>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let tensors = Tensors { names, ranks, dtypes, shapes, ties };
-        let (request, memories) = tensors.request(py, &values, step, metrics, metadata, structure, rank_structure)?;
+        let (request, memories) =
+            tensors.request(py, &values, step, metrics, metadata, structure, rank_structure)?;
         let cancelled = AtomicBool::new(false);
         let repository = &self.repository;
         let report = interruptible(py, &cancelled, || {
@@ -148,7 +159,8 @@ impl Engine {
     /// Headers of all readable snapshots by seq, and (seq, why) of damaged ones.
     fn snapshots<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Bound<'py, PyDict>>, Vec<(u64, String)>)> {
         let listed = py.detach(|| self.repository.list()).map_err(|error| raise(py, &error))?;
-        let headers = listed.headers.iter().map(|header| convert::header(py, header)).collect::<PyResult<_>>()?;
+        let headers =
+            listed.headers.iter().map(|header| convert::header(py, header)).collect::<PyResult<_>>()?;
         Ok((headers, listed.damaged))
     }
 
@@ -176,7 +188,8 @@ impl Engine {
 
     /// What retention keeps and removes, with reasons; does it unless `dry_run`.
     fn prune<'py>(&self, py: Python<'py>, dry_run: bool) -> PyResult<Bound<'py, PyDict>> {
-        let (plan, freed_bytes) = py.detach(|| self.repository.prune(dry_run)).map_err(|error| raise(py, &error))?;
+        let (plan, freed_bytes) =
+            py.detach(|| self.repository.prune(dry_run)).map_err(|error| raise(py, &error))?;
         convert::plan(py, &plan, freed_bytes)
     }
 
@@ -255,19 +268,34 @@ impl Tensors {
         Ok((request, memories))
     }
 
-    fn entries(self, py: Python<'_>, values: &[Option<Bound<'_, PyAny>>]) -> PyResult<(Vec<EntryInput>, Vec<Memory>)> {
+    fn entries(
+        self,
+        py: Python<'_>,
+        values: &[Option<Bound<'_, PyAny>>],
+    ) -> PyResult<(Vec<EntryInput>, Vec<Memory>)> {
         let count = self.names.len();
         let lengths = [self.ranks.len(), self.dtypes.len(), self.shapes.len(), values.len(), self.ties.len()];
         if lengths.iter().any(|&length| length != count) {
-            return Err(raise(py, &Error::Internal { what: "the lists of a save differ in length".to_owned() }));
+            return Err(raise(
+                py,
+                &Error::Internal { what: "the lists of a save differ in length".to_owned() },
+            ));
         }
         let mut entries = Vec::with_capacity(count);
         let mut memories = Vec::with_capacity(count);
-        let described = self.names.into_iter().zip(self.ranks).zip(self.dtypes).zip(self.shapes).zip(self.ties).zip(values);
+        let described = self
+            .names
+            .into_iter()
+            .zip(self.ranks)
+            .zip(self.dtypes)
+            .zip(self.shapes)
+            .zip(self.ties)
+            .zip(values);
         for (((((name, rank), dtype), shape), tied_to), value) in described {
             let dtype = Dtype::parse(&dtype).map_err(|error| raise(py, &error))?;
-            let expected = raw_length_bytes(&shape, dtype)
-                .ok_or_else(|| raise(py, &Error::invalid(format!("tensor `{name}`"), "is larger than 2^63 bytes")))?;
+            let expected = raw_length_bytes(&shape, dtype).ok_or_else(|| {
+                raise(py, &Error::invalid(format!("tensor `{name}`"), "is larger than 2^63 bytes"))
+            })?;
             let source = match value {
                 Some(value) => {
                     memories.push(Memory::of(value, &name, expected, false)?);
@@ -275,7 +303,15 @@ impl Tensors {
                 }
                 None => None,
             };
-            entries.push(EntryInput { name, rank, dtype, region: Region::whole(&shape), shape, tied_to, source });
+            entries.push(EntryInput {
+                name,
+                rank,
+                dtype,
+                region: Region::whole(&shape),
+                shape,
+                tied_to,
+                source,
+            });
         }
         Ok((entries, memories))
     }
@@ -305,9 +341,12 @@ impl SaveJob {
     /// a `TimeoutError`, and the save goes on.
     #[pyo3(signature = (timeout=None))]
     fn wait<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Bound<'py, PyDict>> {
-        let deadline = timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok()).and_then(|limit| Instant::now().checked_add(limit));
+        let deadline = timeout
+            .and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok())
+            .and_then(|limit| Instant::now().checked_add(limit));
         loop {
-            let left = deadline.map_or(POLL, |deadline| deadline.saturating_duration_since(Instant::now()).min(POLL));
+            let left = deadline
+                .map_or(POLL, |deadline| deadline.saturating_duration_since(Instant::now()).min(POLL));
             if let Some(outcome) = py.detach(|| self.job.wait(left)) {
                 return outcome_to_python(py, &outcome);
             }
@@ -339,7 +378,8 @@ pub(crate) struct SnapshotReader {
 }
 
 /// (name, rank, dtype, stored dtype, shape, tied to, non-finite elements, raw bytes, stored bytes)
-type EntryRow = (String, Option<u32>, &'static str, &'static str, Vec<u64>, Option<String>, Option<u64>, u64, u64);
+type EntryRow =
+    (String, Option<u32>, &'static str, &'static str, Vec<u64>, Option<String>, Option<u64>, u64, u64);
 
 #[pymethods]
 impl SnapshotReader {
@@ -356,7 +396,12 @@ impl SnapshotReader {
             .entries
             .iter()
             .map(|entry| {
-                let stored = entry.shards.iter().flat_map(|shard| &shard.chunks).map(|chunk| chunk.stored_length_bytes).sum();
+                let stored = entry
+                    .shards
+                    .iter()
+                    .flat_map(|shard| &shard.chunks)
+                    .map(|chunk| chunk.stored_length_bytes)
+                    .sum();
                 (
                     entry.name.clone(),
                     entry.rank,
@@ -389,7 +434,13 @@ impl SnapshotReader {
 
     /// Names and lengths of the packs that the snapshot refers to.
     fn packs(&self) -> Vec<(String, u64)> {
-        self.snapshot.manifest().body.packs.iter().map(|record| (record.name.clone(), record.length_bytes)).collect()
+        self.snapshot
+            .manifest()
+            .body
+            .packs
+            .iter()
+            .map(|record| (record.name.clone(), record.length_bytes))
+            .collect()
     }
 
     /// Typed tree of the state, as JSON text.
@@ -399,7 +450,13 @@ impl SnapshotReader {
 
     /// Typed trees of rank-local state, as JSON text by rank.
     fn rank_structures(&self) -> BTreeMap<u32, &str> {
-        self.snapshot.manifest().body.rank_structures.iter().map(|found| (found.rank, found.structure.get())).collect()
+        self.snapshot
+            .manifest()
+            .body
+            .rank_structures
+            .iter()
+            .map(|found| (found.rank, found.structure.get()))
+            .collect()
     }
 
     /// Fills each value with the entry of the same position in `indices`; returns verified raw bytes.
@@ -409,7 +466,9 @@ impl SnapshotReader {
         let mut memories = Vec::with_capacity(indices.len());
         let mut names = Vec::with_capacity(indices.len());
         for (target, (index, value)) in indices.into_iter().zip(&values).enumerate() {
-            let entry = entries.get(index).ok_or_else(|| raise(py, &Error::invalid("entry", "index past the manifest's entries")))?;
+            let entry = entries
+                .get(index)
+                .ok_or_else(|| raise(py, &Error::invalid("entry", "index past the manifest's entries")))?;
             let expected = raw_length_bytes(&entry.shape, entry.stored_dtype).unwrap_or(0);
             memories.push(Memory::of(value, &entry.name, expected, true)?);
             names.push(entry.name.as_str());

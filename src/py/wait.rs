@@ -25,10 +25,11 @@ pub(crate) fn interruptible<T: Send>(
     let mut interrupted = None;
     let outcome = std::thread::scope(|scope| {
         let (sender, mut receiver) = mpsc::sync_channel(1);
-        let started = std::thread::Builder::new().name("varvite-call".to_owned()).spawn_scoped(scope, move || {
-            // The receiver only goes away with this scope.
-            let _ = sender.send(guarded(work));
-        });
+        let started =
+            std::thread::Builder::new().name("varvite-call".to_owned()).spawn_scoped(scope, move || {
+                // The receiver only goes away with this scope.
+                let _ = sender.send(guarded(work));
+            });
         if let Err(error) = started {
             return Err(Error::store("start a thread for", "the call")(error));
         }

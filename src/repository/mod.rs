@@ -63,7 +63,14 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { access: Access::Write, chunk_bytes: 1 << 20, threads: 1, rules: Vec::new(), rank: 0, world_size: 1 }
+        Self {
+            access: Access::Write,
+            chunk_bytes: 1 << 20,
+            threads: 1,
+            rules: Vec::new(),
+            rank: 0,
+            world_size: 1,
+        }
     }
 }
 
@@ -224,10 +231,15 @@ impl Repository {
 
     /// Direction that the retention policy gives a metric, `Min` where it says nothing.
     fn policy_mode(&self, metric: &str) -> Mode {
-        self.shared.options.rules.iter().find_map(|rule| match rule {
-            Rule::Best { metric: known, mode, .. } if known == metric => Some((*mode).into()),
-            _ => None,
-        }).unwrap_or(Mode::Min)
+        self.shared
+            .options
+            .rules
+            .iter()
+            .find_map(|rule| match rule {
+                Rule::Best { metric: known, mode, .. } if known == metric => Some((*mode).into()),
+                _ => None,
+            })
+            .unwrap_or(Mode::Min)
     }
 
     /// Opens a snapshot for reading; it is kept from retention while the value lives.
@@ -268,9 +280,13 @@ impl Repository {
     /// [`Error::InvalidInput`] where it has a tag.
     pub fn delete(&self, seq: u64) -> Result<u64> {
         self.shared.must_write("delete a snapshot")?;
-        let tags: Vec<String> = self.tags()?.into_iter().filter(|(_, tag)| tag.seq == seq).map(|(name, _)| name).collect();
+        let tags: Vec<String> =
+            self.tags()?.into_iter().filter(|(_, tag)| tag.seq == seq).map(|(name, _)| name).collect();
         if !tags.is_empty() {
-            return Err(Error::invalid(format!("deletion of snapshot {seq}"), format!("it is pinned; unpin first: {}", tags.join(", "))));
+            return Err(Error::invalid(
+                format!("deletion of snapshot {seq}"),
+                format!("it is pinned; unpin first: {}", tags.join(", ")),
+            ));
         }
         if !self.shared.lock_state().listing.seqs.contains(&seq) {
             return Err(self.shared.no_such_seq(seq));
@@ -291,7 +307,10 @@ impl Repository {
         match self.shared.store.put(&key, &bytes, PutMode::IfAbsent) {
             Err(Error::Conflict { .. }) => match self.tags()?.get(name) {
                 Some(known) if known.seq == seq => Ok(()),
-                Some(known) => Err(Error::invalid(format!("tag `{name}`"), format!("names snapshot {} already; unpin it first", known.seq))),
+                Some(known) => Err(Error::invalid(
+                    format!("tag `{name}`"),
+                    format!("names snapshot {} already; unpin it first", known.seq),
+                )),
                 None => self.shared.store.put(&key, &bytes, PutMode::Replace),
             },
             other => other,
@@ -310,7 +329,11 @@ impl Repository {
             return Err(Error::SnapshotNotFound {
                 reference: format!("tag:{name}"),
                 root: self.root(),
-                reason: if known.is_empty() { "there are no tags".to_owned() } else { format!("tags: {}", known.join(", ")) },
+                reason: if known.is_empty() {
+                    "there are no tags".to_owned()
+                } else {
+                    format!("tags: {}", known.join(", "))
+                },
             });
         }
         self.shared.store.delete(Folder::Tags, &[name.to_owned()]).map(|_| ())
@@ -336,10 +359,19 @@ impl Repository {
             match self.shared.manifest(seq) {
                 Ok(manifest) => manifests.push(manifest),
                 Err(error @ Error::SnapshotNotFound { .. }) => return Err(error),
-                Err(error) => report.add_error(&error, &format!("snapshots/{}", names::manifest_name(seq)), None),
+                Err(error) => {
+                    report.add_error(&error, &format!("snapshots/{}", names::manifest_name(seq)), None)
+                }
             }
         }
-        verify::verify(self.shared.store.as_ref(), &self.shared.threads, &manifests, sample, cancelled, &mut report)?;
+        verify::verify(
+            self.shared.store.as_ref(),
+            &self.shared.threads,
+            &manifests,
+            sample,
+            cancelled,
+            &mut report,
+        )?;
         if let Err(error) = open_marker(&self.shared.store, &Listing::default(), false) {
             report.add_error(&error, names::MARKER_NAME, None);
         }
@@ -385,7 +417,10 @@ impl Snapshot {
     pub fn read(&self, wants: &[Want], targets: &mut [&mut [u8]], cancelled: &AtomicBool) -> Result<u64> {
         let body = &self.manifest.body;
         for want in wants {
-            let entry = body.entries.get(want.entry).ok_or_else(|| Error::invalid("entry", "index past the manifest's entries"))?;
+            let entry = body
+                .entries
+                .get(want.entry)
+                .ok_or_else(|| Error::invalid("entry", "index past the manifest's entries"))?;
             let length = crate::tensor::raw_length_bytes(&want.region.lengths, entry.stored_dtype);
             let target = targets.get(want.target).map(|target| target.len() as u64);
             if !want.region.fits(&entry.shape) || length.is_none() || length != target {
@@ -410,11 +445,20 @@ impl Snapshot {
         let wants: Vec<Want> = entries
             .iter()
             .map(|&entry| {
-                let found = body.entries.get(entry).ok_or_else(|| Error::invalid("entry", "index past the manifest's entries"))?;
+                let found = body
+                    .entries
+                    .get(entry)
+                    .ok_or_else(|| Error::invalid("entry", "index past the manifest's entries"))?;
                 Ok(Want { entry, region: crate::tensor::Region::whole(&found.shape), target: 0 })
             })
             .collect::<Result<_>>()?;
-        read::check(self.shared.store.as_ref(), &self.shared.threads, body, &plan_read(body, &wants), cancelled)
+        read::check(
+            self.shared.store.as_ref(),
+            &self.shared.threads,
+            body,
+            &plan_read(body, &wants),
+            cancelled,
+        )
     }
 
     /// The whole of an entry as one stretch of a file that may be mapped: (path, offset from the file's
@@ -426,7 +470,10 @@ impl Snapshot {
         let first = shard.chunks.first()?;
         let mut end = first.offset_bytes;
         for chunk in &shard.chunks {
-            if chunk.pack != first.pack || chunk.offset_bytes != end || chunk.codec != crate::format::model::Codec::Store {
+            if chunk.pack != first.pack
+                || chunk.offset_bytes != end
+                || chunk.codec != crate::format::model::Codec::Store
+            {
                 return None;
             }
             end += chunk.stored_length_bytes;
@@ -478,30 +525,39 @@ impl Shared {
         }
         Err(Error::invalid(
             what,
-            format!("the repository was opened by process {}, and this is a fork of it: open it anew here", self.process),
+            format!(
+                "the repository was opened by process {}, and this is a fork of it: open it anew here",
+                self.process
+            ),
         ))
     }
 
     fn no_such_seq(&self, seq: u64) -> Error {
-        Error::SnapshotNotFound { reference: format!("seq:{seq}"), root: self.store.root(), reason: "it is not there, or no more".to_owned() }
+        Error::SnapshotNotFound {
+            reference: format!("seq:{seq}"),
+            root: self.store.root(),
+            reason: "it is not there, or no more".to_owned(),
+        }
     }
 
     fn header(&self, seq: u64) -> Result<Arc<Header>> {
         if let Some(header) = self.lock_state().headers.get(&seq) {
             return Ok(Arc::clone(header));
         }
-        let header = Arc::new(read_header(self.store.as_ref(), seq).map_err(|error| {
-            if error.is_not_found() { self.no_such_seq(seq) } else { error }
-        })?);
+        let header = Arc::new(
+            read_header(self.store.as_ref(), seq)
+                .map_err(|error| if error.is_not_found() { self.no_such_seq(seq) } else { error })?,
+        );
         self.lock_state().headers.insert(seq, Arc::clone(&header));
         Ok(header)
     }
 
     fn manifest(&self, seq: u64) -> Result<Manifest> {
         let key = Key::new(Folder::Snapshots, &names::manifest_name(seq))?;
-        let bytes = self.store.get(&key, limits::MANIFEST_LIMIT_BYTES).map_err(|error| {
-            if error.is_not_found() { self.no_such_seq(seq) } else { error }
-        })?;
+        let bytes = self
+            .store
+            .get(&key, limits::MANIFEST_LIMIT_BYTES)
+            .map_err(|error| if error.is_not_found() { self.no_such_seq(seq) } else { error })?;
         let manifest = manifest::decode(&key.to_string(), &bytes)?;
         check_seq(&key, seq, &manifest.header)?;
         Ok(manifest)
@@ -526,7 +582,11 @@ impl Shared {
         let mut tags = BTreeMap::new();
         for row in self.store.list(Folder::Tags)? {
             let key = Key::new(Folder::Tags, &row.name)?;
-            match self.store.get(&key, limits::SMALL_OBJECT_LIMIT_BYTES).and_then(|bytes| Tag::decode(&key.to_string(), &bytes)) {
+            match self
+                .store
+                .get(&key, limits::SMALL_OBJECT_LIMIT_BYTES)
+                .and_then(|bytes| Tag::decode(&key.to_string(), &bytes))
+            {
                 Ok(tag) => {
                     tags.insert(row.name, tag);
                 }
@@ -591,7 +651,11 @@ impl Shared {
             state.stale_packs = true;
         }
         let freed = sweep::delete_packs(&self.store, &self.registry, &mut listing, || {
-            Ok(self.load_pack_tables()?.values().flat_map(|table| table.iter().map(|record| record.name.clone())).collect())
+            Ok(self
+                .load_pack_tables()?
+                .values()
+                .flat_map(|table| table.iter().map(|record| record.name.clone()))
+                .collect())
         })?;
         self.lock_state().stale_packs = false;
         Ok(freed)
@@ -628,7 +692,10 @@ fn check_options(options: &Options) -> Result<()> {
         ));
     }
     if options.rank >= options.world_size {
-        return Err(Error::invalid(format!("rank {}", options.rank), format!("must be below the world size: {}", options.world_size)));
+        return Err(Error::invalid(
+            format!("rank {}", options.rank),
+            format!("must be below the world size: {}", options.world_size),
+        ));
     }
     Ok(())
 }
@@ -640,7 +707,10 @@ fn refuse_foreign(store: &dyn Store) -> Result<()> {
         return Ok(());
     }
     let foreign = names.iter().take(3).cloned().collect::<Vec<_>>().join(", ");
-    Err(Error::NotARepository { root: store.root(), reason: format!("the folder holds other files: {foreign}") })
+    Err(Error::NotARepository {
+        root: store.root(),
+        reason: format!("the folder holds other files: {foreign}"),
+    })
 }
 
 /// Reads the marker; a writer makes it where there is none, and makes it anew where it is damaged but a
@@ -658,7 +728,12 @@ fn open_marker(store: &Arc<dyn Store>, listing: &Listing, writable: bool) -> Res
         Err(error) if error.is_not_found() || matches!(error, Error::Corrupt { .. }) => error,
         Err(error) => return Err(error),
     };
-    let known_id = listing.seqs.iter().rev().find_map(|&seq| read_header(store.as_ref(), seq).ok()).map(|header| header.repository_id);
+    let known_id = listing
+        .seqs
+        .iter()
+        .rev()
+        .find_map(|&seq| read_header(store.as_ref(), seq).ok())
+        .map(|header| header.repository_id);
     let absent = error.is_not_found();
     match known_id {
         Some(repository_id) => {
@@ -673,7 +748,10 @@ fn open_marker(store: &Arc<dyn Store>, listing: &Listing, writable: bool) -> Res
             store.put(&key, &marker.encode()?, PutMode::IfAbsent)?;
             Ok(marker)
         }
-        None if absent => Err(Error::NotARepository { root: store.root(), reason: format!("there is no `{}`", names::MARKER_NAME) }),
+        None if absent => Err(Error::NotARepository {
+            root: store.root(),
+            reason: format!("there is no `{}`", names::MARKER_NAME),
+        }),
         None => Err(error),
     }
 }
@@ -691,7 +769,13 @@ fn read_header(store: &dyn Store, seq: u64) -> Result<Header> {
             return Ok(line.header);
         }
         if length == object.length_bytes() {
-            return Err(Error::corrupt(key.to_string(), length, "header line", "a line end", "the end of the object"));
+            return Err(Error::corrupt(
+                key.to_string(),
+                length,
+                "header line",
+                "a line end",
+                "the end of the object",
+            ));
         }
         length = (length * 8).min(object.length_bytes());
     }
@@ -713,7 +797,9 @@ fn holder() -> String {
 
 #[expect(clippy::disallowed_methods, reason = "the facade is the one place with a clock")]
 fn now_unix_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
 }
 
 /// Random bits from the system; identities, not secrets.

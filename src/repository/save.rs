@@ -89,7 +89,12 @@ impl Repository {
     /// # Errors
     /// Whatever ended the save; nothing was committed then, except that after [`Error::Store`] while
     /// publishing the next open decides.
-    pub fn save_sync(&self, request: SaveRequest, sources: &[&[u8]], cancelled: &AtomicBool) -> Result<SaveReport> {
+    pub fn save_sync(
+        &self,
+        request: SaveRequest,
+        sources: &[&[u8]],
+        cancelled: &AtomicBool,
+    ) -> Result<SaveReport> {
         self.session(request)?.run_with(sources, cancelled)
     }
 
@@ -101,7 +106,14 @@ impl Repository {
         state.last_tried_seq = seq;
         let parent = state.current;
         drop(state);
-        Ok(SaveSession { shared: Arc::clone(&self.shared), seq, parent, request, staged: None, copy_seconds: 0.0 })
+        Ok(SaveSession {
+            shared: Arc::clone(&self.shared),
+            seq,
+            parent,
+            request,
+            staged: None,
+            copy_seconds: 0.0,
+        })
     }
 }
 
@@ -117,7 +129,10 @@ impl SaveSession {
     /// # Errors
     /// As [`Repository::save_sync`].
     pub fn run(mut self, cancelled: &AtomicBool) -> Result<SaveReport> {
-        let staged = self.staged.take().ok_or_else(|| Error::Internal { what: "a save ran without staged bytes".to_owned() })?;
+        let staged = self
+            .staged
+            .take()
+            .ok_or_else(|| Error::Internal { what: "a save ran without staged bytes".to_owned() })?;
         let sources = staged.slices();
         self.run_with(&sources, cancelled)
     }
@@ -127,14 +142,18 @@ impl SaveSession {
         let copy_seconds = self.copy_seconds;
         let base = shared.base_for_save();
         let pack_name = names::pack_name(self.seq, shared.options.rank, random_u128() as u64);
-        let held = base.iter().flat_map(|base| base.packs.iter().map(|record| record.name.clone())).chain([pack_name.clone()]);
+        let held = base
+            .iter()
+            .flat_map(|base| base.packs.iter().map(|record| record.name.clone()))
+            .chain([pack_name.clone()]);
         // IMPORTANT: held until the commit is in `state`, which a sweep reads after it has claimed packs.
         let (hold, gone_packs) = shared.registry.hold(base.as_ref().map(|base| base.seq), held);
         let written = write_pack(self.into_job(pack_name.clone(), base, gone_packs), sources, cancelled)?;
 
         let committing = Instant::now();
         let (chunk_count, reused_chunk_count) = (written.chunk_count, written.reused_chunk_count);
-        let (encode_seconds, write_seconds, sync_seconds) = (written.encode_seconds, written.write_seconds, written.sync_seconds);
+        let (encode_seconds, write_seconds, sync_seconds) =
+            (written.encode_seconds, written.write_seconds, written.sync_seconds);
         let manifest = match commit::commit(&shared.store, vec![written.part]) {
             Ok(manifest) => manifest,
             Err(error) => {
@@ -167,7 +186,12 @@ impl SaveSession {
         })
     }
 
-    fn into_job(self, pack_name: String, base: Option<Arc<Base>>, gone_packs: std::collections::HashSet<String>) -> WriteJob {
+    fn into_job(
+        self,
+        pack_name: String,
+        base: Option<Arc<Base>>,
+        gone_packs: std::collections::HashSet<String>,
+    ) -> WriteJob {
         let options = &self.shared.options;
         let header = Header {
             repository_id: self.shared.repository_id.clone(),
@@ -195,9 +219,15 @@ impl SaveSession {
             chunk_bytes: options.chunk_bytes,
             entries: self.request.entries,
             structure: self.request.structure,
-            rank_structures: self.request.rank_structure.into_iter().map(|structure| RankStructure { rank, structure }).collect(),
+            rank_structures: self
+                .request
+                .rank_structure
+                .into_iter()
+                .map(|structure| RankStructure { rank, structure })
+                .collect(),
             base,
             gone_packs,
+            refer_always: options.rules.is_empty(),
         }
     }
 }
@@ -225,9 +255,8 @@ impl Shared {
         use crate::store::{Folder, Key};
         let Some(seq) = names::parse_pack_name(pack_name).map(|name| name.seq) else { return };
         let lost = matches!(error, Error::Conflict { .. });
-        let visible = Key::new(Folder::Snapshots, &names::manifest_name(seq)).is_ok_and(|key| {
-            self.store.open(&key).map_or_else(|error| !error.is_not_found(), |_| true)
-        });
+        let visible = Key::new(Folder::Snapshots, &names::manifest_name(seq))
+            .is_ok_and(|key| self.store.open(&key).map_or_else(|error| !error.is_not_found(), |_| true));
         if lost || !visible {
             // The save's own error is what the caller hears; recovery finds the pack if this fails.
             let _ = self.store.delete(Folder::Packs, &[pack_name.to_owned()]);

@@ -61,10 +61,16 @@ impl Key {
     /// [`Error::InvalidInput`] where the name is empty, too long, or has other characters.
     pub fn new(folder: Folder, name: &str) -> Result<Self> {
         let legal = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
-        if name.is_empty() || name.len() > NAME_LIMIT_BYTES || name.starts_with('.') || !name.bytes().all(legal) {
+        if name.is_empty()
+            || name.len() > NAME_LIMIT_BYTES
+            || name.starts_with('.')
+            || !name.bytes().all(legal)
+        {
             return Err(Error::invalid(
                 format!("object name `{}`", name.escape_debug()),
-                format!("must be 1 to {NAME_LIMIT_BYTES} characters of A-Z a-z 0-9 . _ - and not start with a dot"),
+                format!(
+                    "must be 1 to {NAME_LIMIT_BYTES} characters of A-Z a-z 0-9 . _ - and not start with a dot"
+                ),
             ));
         }
         Ok(Self { folder, name: name.to_owned() })

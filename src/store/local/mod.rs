@@ -233,3 +233,11 @@ fn unlink(path: &Path) -> Result<u64> {
         removed => removed.map_err(Error::store("delete", shown(path))),
     }
 }
+
+/// Opens a regular file for reading, as every object is opened: for a caller that maps it.
+///
+/// # Errors
+/// [`Error::Store`] where it can't be opened, [`Error::Corrupt`] where it is no regular file.
+pub fn open_file(path: &Path) -> Result<fs::File> {
+    files::open_regular(path, fs::OpenOptions::new().read(true)).map(|(file, _)| file)
+}
