@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
@@ -61,6 +62,23 @@ impl OpenPacks {
     }
 }
 
+/// Read buffers that are used again: as many as threads work at once, each as long as its longest read.
+///
+/// Fresh memory for each read would cost more than the read, in page faults.
+#[derive(Debug, Default)]
+pub struct Buffers(Mutex<Vec<Vec<u8>>>);
+
+impl Buffers {
+    /// Lends a buffer to `work`.
+    pub fn lend<T>(&self, work: impl FnOnce(&mut Vec<u8>) -> T) -> T {
+        let idle = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buffer = idle().pop().unwrap_or_default();
+        let done = work(&mut buffer);
+        idle().push(buffer);
+        done
+    }
+}
+
 /// Fills all targets of a plan; returns the raw bytes that were verified.
 ///
 /// `targets` are what [`crate::plan::Want::target`] indexes, each as long as its region.
@@ -79,17 +97,18 @@ pub fn run(
     let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
     let slices = split_targets(plan, targets)?;
     let jobs = distribute(plan, slices);
+    let buffers = Buffers::default();
     let verified = AtomicU64::new(0);
     let failed = AtomicBool::new(false);
     threads.pool()?.install(|| {
-        jobs.into_par_iter().with_max_len(1).try_for_each_init(Vec::new, |buffer, (group, slices)| {
+        jobs.into_par_iter().with_max_len(1).try_for_each(|(group, slices)| {
             if failed.load(Ordering::Relaxed) {
                 return Ok(());
             }
             if cancelled.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            let done = read_group(&packs, body, group, slices, buffer);
+            let done = buffers.lend(|buffer| read_group(&packs, body, group, slices, buffer));
             match done {
                 Ok(bytes) => {
                     verified.fetch_add(bytes, Ordering::Relaxed);
@@ -216,13 +235,14 @@ pub fn check(
     cancelled: &AtomicBool,
 ) -> Result<u64> {
     let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
+    let buffers = Buffers::default();
     let chunks: Vec<&ReadChunk> = plan.groups.iter().flat_map(|group| &group.chunks).collect();
     threads.pool()?.install(|| {
-        chunks.par_iter().try_for_each_init(Vec::new, |buffer, chunk| {
+        chunks.par_iter().try_for_each(|chunk| {
             if cancelled.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            check_chunk(&packs, body, chunk, buffer)
+            buffers.lend(|buffer| check_chunk(&packs, body, chunk, buffer))
         })
     })?;
     Ok(chunks.iter().map(|chunk| chunk.raw_length_bytes).sum())

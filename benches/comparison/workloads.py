@@ -11,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from comparison import host
 
 HEAD_WIDTH = 64
 SEQUENCE_TOKENS = 16
@@ -199,13 +202,15 @@ def payload_bytes(tensors: dict[str, Tensor]) -> int:
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     """A digest of dtype, shape and bytes for each tensor, to compare across processes."""
-    result = {}
-    for name, value in tensors.items():
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
-        digest.update(flat)
-        result[name] = digest.hexdigest()[:32]
-    return result
+    with ThreadPoolExecutor(host.thread_count()) as pool:
+        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+
+
+def _digest(value: Tensor) -> str:
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
+    digest.update(flat)
+    return digest.hexdigest()[:32]
 
 
 def scramble(tensors: dict[str, Tensor]) -> None:
