@@ -9,7 +9,7 @@ use crate::digest::ChunkDigest;
 use crate::tensor::Dtype;
 
 /// What is known of a snapshot from one small read: the first line of its manifest.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Header {
     /// Repository the snapshot was made in: 32 hex digits.
     pub repository_id: String,
@@ -39,6 +39,42 @@ pub struct Header {
     pub self_contained: bool,
     /// BLAKE3 over the canonical entry list: 64 hex digits (FORMAT.md, "State digest").
     pub state_digest: String,
+}
+
+/// Metadata is compared as text, metrics as floats: NaN differs from NaN.
+impl PartialEq for Header {
+    fn eq(&self, other: &Self) -> bool {
+        let Self {
+            repository_id,
+            session_id,
+            seq,
+            step,
+            parent,
+            created_at_unix_ms,
+            world_size,
+            metrics,
+            metadata,
+            raw_bytes,
+            stored_bytes,
+            nonfinite,
+            self_contained,
+            state_digest,
+        } = self;
+        repository_id == &other.repository_id
+            && session_id == &other.session_id
+            && seq == &other.seq
+            && step == &other.step
+            && parent == &other.parent
+            && created_at_unix_ms == &other.created_at_unix_ms
+            && world_size == &other.world_size
+            && metrics == &other.metrics
+            && metadata.get() == other.metadata.get()
+            && raw_bytes == &other.raw_bytes
+            && stored_bytes == &other.stored_bytes
+            && nonfinite == &other.nonfinite
+            && self_contained == &other.self_contained
+            && state_digest == &other.state_digest
+    }
 }
 
 /// Everything else of a snapshot: the second line of its manifest.

@@ -1,0 +1,158 @@
+//! Names of objects, and the numbers in them (FORMAT.md, section "Repository").
+//!
+//! Every name has one spelling: a name that is parsed and built again is the same text. What does not
+//! parse is not ours and is left alone.
+
+/// Name of the marker in the root.
+pub const MARKER_NAME: &str = "varvite.json";
+
+const MANIFEST_SUFFIX: &str = ".json";
+const PACK_SUFFIX: &str = ".pack";
+const TOMBSTONE_SUFFIX: &str = ".deleted";
+
+/// What the name of a pack says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PackName {
+    /// Commit number of the save that wrote it.
+    pub seq: u64,
+    /// Rank that wrote it.
+    pub rank: u32,
+    /// Random number that tells two attempts at one save apart.
+    pub random: u64,
+}
+
+/// Name of a pack: `<seq>-r<rank>-<16 hex>.pack`.
+#[must_use]
+pub fn pack_name(seq: u64, rank: u32, random: u64) -> String {
+    format!("{seq}-r{rank}-{random:016x}{PACK_SUFFIX}")
+}
+
+/// Reads a name that [`pack_name`] can have built, and no other.
+#[must_use]
+pub fn parse_pack_name(name: &str) -> Option<PackName> {
+    let (seq, rest) = name.strip_suffix(PACK_SUFFIX)?.split_once("-r")?;
+    let (rank, random) = rest.split_once('-')?;
+    if random.len() != 16 || !random.bytes().all(is_lower_hex) {
+        return None;
+    }
+    Some(PackName {
+        seq: parse_seq(seq)?,
+        rank: u32::try_from(parse_decimal(rank)?).ok()?,
+        random: u64::from_str_radix(random, 16).ok()?,
+    })
+}
+
+/// Name of a manifest: `<seq>.json`.
+#[must_use]
+pub fn manifest_name(seq: u64) -> String {
+    format!("{seq}{MANIFEST_SUFFIX}")
+}
+
+/// Reads a name that [`manifest_name`] can have built, and no other.
+#[must_use]
+pub fn parse_manifest_name(name: &str) -> Option<u64> {
+    parse_seq(name.strip_suffix(MANIFEST_SUFFIX)?)
+}
+
+/// Name of a tombstone: `<seq>.deleted`.
+#[must_use]
+pub fn tombstone_name(seq: u64) -> String {
+    format!("{seq}{TOMBSTONE_SUFFIX}")
+}
+
+/// Reads a name that [`tombstone_name`] can have built, and no other.
+#[must_use]
+pub fn parse_tombstone_name(name: &str) -> Option<u64> {
+    parse_seq(name.strip_suffix(TOMBSTONE_SUFFIX)?)
+}
+
+/// True for an identity: 32 lower-case hex digits.
+#[must_use]
+pub fn is_id(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(is_lower_hex)
+}
+
+pub(super) fn is_lower_hex(byte: u8) -> bool {
+    matches!(byte, b'0'..=b'9' | b'a'..=b'f')
+}
+
+fn parse_seq(text: &str) -> Option<u64> {
+    parse_decimal(text).filter(|&seq| seq > 0)
+}
+
+/// Digits only, no sign, no leading zero.
+fn parse_decimal(text: &str) -> Option<u64> {
+    let canonical = text.bytes().all(|byte| byte.is_ascii_digit()) && (text == "0" || !text.starts_with('0'));
+    if canonical { text.parse().ok() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pack_names_round_trip() {
+        for (seq, rank, random) in [(1, 0, 0), (42, 7, 0x9f3c), (u64::MAX, u32::MAX, u64::MAX)] {
+            assert_eq!(parse_pack_name(&pack_name(seq, rank, random)), Some(PackName { seq, rank, random }));
+        }
+        assert_eq!(pack_name(42, 7, 0x9f3c), "42-r7-0000000000009f3c.pack");
+    }
+
+    #[test]
+    fn pack_names_of_another_spelling_are_refused() {
+        for name in [
+            "",
+            ".pack",
+            "42-r7-0000000000009f3c",
+            "42-r7-0000000000009F3C.pack",
+            "042-r7-0000000000009f3c.pack",
+            "42-r07-0000000000009f3c.pack",
+            "42-r7-9f3c.pack",
+            "42-r7-00000000000009f3c.pack",
+            "0-r7-0000000000009f3c.pack",
+            "+42-r7-0000000000009f3c.pack",
+            "42-r-0000000000009f3c.pack",
+            "42-r4294967296-0000000000009f3c.pack",
+            "18446744073709551616-r0-0000000000009f3c.pack",
+            "../42-r7-0000000000009f3c.pack",
+            "42-r7-0000000000009f3c.pack.pack",
+        ] {
+            assert_eq!(parse_pack_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn manifest_and_tombstone_names_round_trip_and_do_not_mix() {
+        assert_eq!(manifest_name(7), "7.json");
+        assert_eq!(tombstone_name(7), "7.deleted");
+        assert_eq!(parse_manifest_name("7.json"), Some(7));
+        assert_eq!(parse_tombstone_name("7.deleted"), Some(7));
+        assert_eq!(parse_manifest_name("7.deleted"), None);
+        assert_eq!(parse_tombstone_name("7.json"), None);
+    }
+
+    #[test]
+    fn manifest_names_of_another_spelling_are_refused() {
+        for name in [
+            "0.json",
+            "07.json",
+            "-7.json",
+            "+7.json",
+            " 7.json",
+            "7.JSON",
+            ".json",
+            "7",
+            "7.json.json",
+            "x.json",
+        ] {
+            assert_eq!(parse_manifest_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn an_id_is_32_lower_case_hex_digits() {
+        assert!(is_id("0123456789abcdef0123456789abcdef"));
+        assert!(!is_id("0123456789ABCDEF0123456789abcdef"));
+        assert!(!is_id("0123456789abcdef0123456789abcde"));
+    }
+}

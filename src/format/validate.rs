@@ -1,0 +1,401 @@
+//! The rules that tie a header and a body together (FORMAT.md, section "Rules of a manifest").
+//!
+//! Linear in the size of the body, up to a sort: hostile bytes cost no more than honest ones.
+
+use std::collections::HashSet;
+
+use crate::error::{Error, Result};
+use crate::tensor::{element_count, raw_length_bytes};
+
+use super::cover::{Cover, check_cover};
+use super::header::check_depth;
+use super::limits;
+use super::model::{Body, ChunkRef, Codec, Entry, Header, Shard};
+use super::names::parse_pack_name;
+use super::pack::{HEADER_LENGTH_BYTES, SMALLEST_PACK_LENGTH_BYTES};
+use super::place::Place;
+use super::state_digest::state_digest;
+
+/// Longest name shown whole in a message.
+const SHOWN_NAME_LENGTH: usize = 200;
+
+/// What a body has to be complete for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Scope<'a> {
+    /// A manifest: shards cover every entry, ties lead to entries.
+    Snapshot,
+    /// A part: what one rank holds. Shards of other ranks, and targets of ties, are elsewhere.
+    Part { rank: u32, pack_name: &'a str, footer_offset_bytes: u64 },
+}
+
+/// Checks all rules that need the body. The header by itself must have been checked.
+pub(super) fn check(
+    header_place: Place<'_>,
+    body_place: Place<'_>,
+    header: &Header,
+    body: &Body,
+    scope: Scope<'_>,
+) -> Result<()> {
+    let place = body_place;
+    if !limits::is_legal_chunk_bytes(body.chunk_bytes) {
+        let range = limits::CHUNK_BYTES_RANGE;
+        let expected = format!("a power of two from {} to {}", range.start(), range.end());
+        return Err(place.corrupt("chunk_bytes", expected, body.chunk_bytes));
+    }
+    check_structures(place, header, body, scope)?;
+    let packs = check_packs(place, body, scope)?;
+    let mut rules = EntryRules { place, header, body, scope, packs, raw_bytes: 0, self_contained: true };
+    rules.check_entries()?;
+    // A part is one rank's share: what the snapshot adds up to is known when all parts are.
+    match scope {
+        Scope::Part { .. } => Ok(()),
+        Scope::Snapshot => check_claims(header_place, header, body, rules.raw_bytes, rules.self_contained),
+    }
+}
+
+/// Checks what the header says of the body.
+fn check_claims(
+    place: Place<'_>,
+    header: &Header,
+    body: &Body,
+    raw_bytes: u64,
+    self_contained: bool,
+) -> Result<()> {
+    if header.raw_bytes != raw_bytes {
+        return Err(place.corrupt(
+            "raw_bytes",
+            format!("{raw_bytes}, the sum of the entries"),
+            header.raw_bytes,
+        ));
+    }
+    if header.self_contained && !self_contained {
+        return Err(place.corrupt("self_contained", "false, as chunks lie in older packs", true));
+    }
+    let digest = state_digest(body);
+    if header.state_digest != digest {
+        return Err(place.corrupt("state digest", digest, &header.state_digest));
+    }
+    Ok(())
+}
+
+/// Turns damage found in what is about to be written into a refusal to write it.
+pub(super) fn refuse_to_write(error: Error) -> Error {
+    match error {
+        Error::Corrupt { what, expected, found, .. } => {
+            Error::invalid(what, format!("expected {expected}, found: {found}"))
+        }
+        other => other,
+    }
+}
+
+fn check_structures(place: Place<'_>, header: &Header, body: &Body, scope: Scope<'_>) -> Result<()> {
+    check_depth(place, "structure", &body.structure)?;
+    let mut previous = None;
+    for rank_structure in &body.rank_structures {
+        let rank = rank_structure.rank;
+        if previous.is_some_and(|previous| previous >= rank) {
+            return Err(place.corrupt("rank structures", "ascending ranks", rank));
+        }
+        previous = Some(rank);
+        check_rank(place, "rank of a structure", rank, header, scope)?;
+        check_depth(place, "rank structure", &rank_structure.structure)?;
+    }
+    Ok(())
+}
+
+fn check_rank(place: Place<'_>, what: &str, rank: u32, header: &Header, scope: Scope<'_>) -> Result<()> {
+    if rank >= header.world_size {
+        return Err(place.corrupt(what, format!("below the world size {}", header.world_size), rank));
+    }
+    match scope {
+        Scope::Part { rank: own_rank, .. } if rank != own_rank => {
+            Err(place.corrupt(what, format!("the rank of the part, {own_rank}"), rank))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What chunk refs are checked against.
+struct PackBounds {
+    seq: u64,
+    end_bytes: u64,
+}
+
+fn check_packs(place: Place<'_>, body: &Body, scope: Scope<'_>) -> Result<Vec<PackBounds>> {
+    if body.packs.len() > limits::PACK_COUNT_LIMIT {
+        return Err(place.corrupt(
+            "packs",
+            format!("at most {}", limits::PACK_COUNT_LIMIT),
+            body.packs.len(),
+        ));
+    }
+    let mut names = HashSet::with_capacity(body.packs.len());
+    let mut bounds = Vec::with_capacity(body.packs.len());
+    for pack in &body.packs {
+        let parsed = parse_pack_name(&pack.name).ok_or_else(|| {
+            place.corrupt("name of a pack", "<seq>-r<rank>-<16 hex digits>.pack", shown(&pack.name))
+        })?;
+        if !names.insert(pack.name.as_str()) {
+            return Err(place.corrupt("packs", "each pack once", &pack.name));
+        }
+        bounds.push(PackBounds { seq: parsed.seq, end_bytes: pack.length_bytes });
+    }
+    let mut other_packs = body.packs.as_slice();
+    if let Scope::Part { pack_name, footer_offset_bytes, .. } = scope {
+        let Some((own, others)) = body.packs.split_first() else {
+            return Err(place.corrupt("packs of a part", "its own pack first", "no packs"));
+        };
+        if own.name != pack_name || own.length_bytes != 0 {
+            let found = format!("`{}` of {} bytes", own.name, own.length_bytes);
+            return Err(place.corrupt("first pack of a part", format!("`{pack_name}` of 0 bytes"), found));
+        }
+        if let Some(own_bounds) = bounds.first_mut() {
+            own_bounds.end_bytes = footer_offset_bytes;
+        }
+        other_packs = others;
+    }
+    match other_packs.iter().find(|pack| pack.length_bytes < SMALLEST_PACK_LENGTH_BYTES) {
+        None => Ok(bounds),
+        Some(pack) => {
+            let expected = format!("at least {SMALLEST_PACK_LENGTH_BYTES}");
+            Err(place.corrupt(format!("length of pack `{}`", pack.name), expected, pack.length_bytes))
+        }
+    }
+}
+
+/// The rules of entries, and what they add up to.
+struct EntryRules<'a> {
+    place: Place<'a>,
+    header: &'a Header,
+    body: &'a Body,
+    scope: Scope<'a>,
+    packs: Vec<PackBounds>,
+    raw_bytes: u64,
+    self_contained: bool,
+}
+
+impl EntryRules<'_> {
+    fn check_entries(&mut self) -> Result<()> {
+        let entries = &self.body.entries;
+        if entries.len() > limits::ENTRY_COUNT_LIMIT {
+            return Err(self.place.corrupt(
+                "entries",
+                format!("at most {}", limits::ENTRY_COUNT_LIMIT),
+                entries.len(),
+            ));
+        }
+        let mut previous = None;
+        for entry in entries {
+            let position = (entry.name.as_str(), entry.rank);
+            if previous.is_some_and(|previous| previous >= position) {
+                let expected = "ascending by name and rank, each once";
+                return Err(self.place.corrupt("entries", expected, shown(&entry.name)));
+            }
+            previous = Some(position);
+            self.check_entry(entry)?;
+        }
+        Ok(())
+    }
+
+    fn check_entry(&mut self, entry: &Entry) -> Result<()> {
+        let place = self.place;
+        if entry.name.len() > limits::ENTRY_NAME_LIMIT_BYTES {
+            let expected = format!("at most {} bytes", limits::ENTRY_NAME_LIMIT_BYTES);
+            return Err(place.corrupt("name of an entry", expected, entry.name.len()));
+        }
+        if let Some(rank) = entry.rank {
+            check_rank(place, &of("rank", entry), rank, self.header, self.scope)?;
+        }
+        if entry.shape.len() > limits::DIMENSION_COUNT_LIMIT {
+            let expected = format!("at most {} dimensions", limits::DIMENSION_COUNT_LIMIT);
+            return Err(place.corrupt(of("shape", entry), expected, entry.shape.len()));
+        }
+        // The caller's dtype counts too: a load allocates by it.
+        let is_addressable = [entry.dtype, entry.stored_dtype]
+            .into_iter()
+            .all(|dtype| raw_length_bytes(&entry.shape, dtype).is_some());
+        let Some(element_count) = element_count(&entry.shape).filter(|_| is_addressable) else {
+            return Err(place.corrupt(
+                of("shape", entry),
+                "a length below 2^63 bytes",
+                format!("{:?}", entry.shape),
+            ));
+        };
+        if let Some(count) = entry.nonfinite
+            && count > element_count
+        {
+            return Err(place.corrupt(of("nonfinite", entry), format!("at most {element_count}"), count));
+        }
+        self.check_shards(entry, element_count)?;
+        self.check_tie(entry)
+    }
+
+    fn check_shards(&mut self, entry: &Entry, element_count: u64) -> Result<()> {
+        let place = self.place;
+        if element_count == 0 {
+            return match entry.shards.len() {
+                0 => Ok(()),
+                count => Err(place.corrupt(of("shards", entry), "none, as it has no elements", count)),
+            };
+        }
+        if entry.shards.len() > limits::SHARD_COUNT_LIMIT {
+            let expected = format!("at most {}", limits::SHARD_COUNT_LIMIT);
+            return Err(place.corrupt(of("shards", entry), expected, entry.shards.len()));
+        }
+        if entry.rank.is_some() && entry.shards.len() != 1 {
+            return Err(place.corrupt(of("shards", entry), "one, as it is rank-local", entry.shards.len()));
+        }
+        let mut previous: Option<&Shard> = None;
+        for shard in &entry.shards {
+            if previous.is_some_and(|previous| previous.offsets >= shard.offsets) {
+                let expected = "ascending by offsets, each once";
+                return Err(place.corrupt(of("shards", entry), expected, format!("{:?}", shard.offsets)));
+            }
+            previous = Some(shard);
+            let shard_bytes = self.check_region(entry, shard)?;
+            self.check_chunks(entry, shard, shard_bytes)?;
+            if entry.tied_to.is_none() {
+                self.raw_bytes = self
+                    .raw_bytes
+                    .checked_add(shard_bytes)
+                    .ok_or_else(|| place.corrupt("entries", "a sum below 2^64 bytes", "more"))?;
+            }
+        }
+        self.check_cover(entry)
+    }
+
+    /// Length of a shard's raw bytes.
+    fn check_region(&self, entry: &Entry, shard: &Shard) -> Result<u64> {
+        let dimension_count = entry.shape.len();
+        let fits = shard.offsets.len() == dimension_count
+            && shard.lengths.len() == dimension_count
+            && entry.shape.iter().zip(&shard.offsets).zip(&shard.lengths).all(
+                |((&size, &offset), &length)| {
+                    length > 0 && offset.checked_add(length).is_some_and(|end| end <= size)
+                },
+            );
+        // A region inside an addressable shape is addressable.
+        raw_length_bytes(&shard.lengths, entry.stored_dtype).filter(|_| fits).ok_or_else(|| {
+            let expected = format!("a region with elements inside the shape {:?}", entry.shape);
+            let found = format!("offsets {:?}, lengths {:?}", shard.offsets, shard.lengths);
+            self.place.corrupt(of("shard", entry), expected, found)
+        })
+    }
+
+    fn check_chunks(&mut self, entry: &Entry, shard: &Shard, shard_bytes: u64) -> Result<()> {
+        let chunk_bytes = self.body.chunk_bytes;
+        let chunk_count = shard_bytes.div_ceil(chunk_bytes);
+        if shard.chunks.len() as u64 != chunk_count {
+            let expected = format!("{chunk_count} for {shard_bytes} bytes");
+            return Err(self.place.corrupt(of("chunks of a shard", entry), expected, shard.chunks.len()));
+        }
+        let mut rest_bytes = shard_bytes;
+        for chunk in &shard.chunks {
+            let chunk_raw_bytes = rest_bytes.min(chunk_bytes);
+            rest_bytes = rest_bytes.saturating_sub(chunk_raw_bytes);
+            self.check_chunk(entry, chunk, chunk_raw_bytes)?;
+        }
+        Ok(())
+    }
+
+    fn check_chunk(&mut self, entry: &Entry, chunk: &ChunkRef, chunk_raw_bytes: u64) -> Result<()> {
+        let place = self.place;
+        let Some(pack) = self.packs.get(chunk.pack as usize) else {
+            return Err(place.corrupt(
+                of("pack of a chunk", entry),
+                format!("below {}", self.packs.len()),
+                chunk.pack,
+            ));
+        };
+        let is_legal_length = match chunk.codec {
+            Codec::Store => chunk.stored_length_bytes == chunk_raw_bytes,
+        };
+        if !is_legal_length {
+            let expected = format!("{chunk_raw_bytes} bytes");
+            return Err(place.corrupt(
+                of("stored length of a chunk", entry),
+                expected,
+                chunk.stored_length_bytes,
+            ));
+        }
+        let end_bytes = chunk.offset_bytes.checked_add(chunk.stored_length_bytes);
+        if chunk.offset_bytes < HEADER_LENGTH_BYTES
+            || end_bytes.is_none_or(|end_bytes| end_bytes > pack.end_bytes)
+        {
+            let expected = format!("bytes within {HEADER_LENGTH_BYTES}..{}", pack.end_bytes);
+            let found = format!("{} bytes at {}", chunk.stored_length_bytes, chunk.offset_bytes);
+            return Err(place.corrupt(of("chunk", entry), expected, found));
+        }
+        self.self_contained &= pack.seq == self.header.seq;
+        Ok(())
+    }
+
+    fn check_cover(&self, entry: &Entry) -> Result<()> {
+        if entry.shards.first().is_some_and(|shard| shard.lengths == entry.shape) && entry.shards.len() == 1 {
+            return Ok(());
+        }
+        // A rank-local tensor is whole on its rank, also in a part.
+        if entry.rank.is_none() && matches!(self.scope, Scope::Part { .. }) {
+            return Ok(());
+        }
+        match check_cover(&entry.shape, &entry.shards) {
+            Cover::Exact => Ok(()),
+            Cover::Wrong { element, shard_count } => {
+                let found = format!("element {element:?} in {shard_count} shards");
+                Err(self.place.corrupt(of("shards", entry), "each element in exactly one shard", found))
+            }
+            Cover::TooManyCutDimensions { cut_dimension_count } => {
+                let expected = format!("at most {} cut dimensions", limits::CUT_DIMENSION_LIMIT);
+                Err(self.place.corrupt(of("shards", entry), expected, cut_dimension_count))
+            }
+        }
+    }
+
+    fn check_tie(&self, entry: &Entry) -> Result<()> {
+        let Some(target_name) = &entry.tied_to else { return Ok(()) };
+        let position = (target_name.as_str(), entry.rank);
+        let found =
+            self.body.entries.binary_search_by(|probe| (probe.name.as_str(), probe.rank).cmp(&position));
+        let Some(target) = found.ok().and_then(|index| self.body.entries.get(index)) else {
+            return match self.scope {
+                Scope::Part { .. } => Ok(()),
+                Scope::Snapshot => {
+                    Err(self.place.corrupt(of("tie", entry), "an entry of the same rank", shown(target_name)))
+                }
+            };
+        };
+        if target.tied_to.is_some() {
+            return Err(self.place.corrupt(
+                of("tie", entry),
+                "an entry that is no tie itself",
+                shown(target_name),
+            ));
+        }
+        let is_same = target.dtype == entry.dtype
+            && target.stored_dtype == entry.stored_dtype
+            && target.shape == entry.shape
+            && target.shards == entry.shards;
+        if is_same {
+            return Ok(());
+        }
+        let expected = "an entry of the same dtype, shape and shards";
+        Err(self.place.corrupt(of("tie", entry), expected, shown(target_name)))
+    }
+}
+
+/// `what` of an entry, for messages.
+fn of(what: &str, entry: &Entry) -> String {
+    format!("{what} of `{}`", shown(&entry.name))
+}
+
+/// A name for messages: without control characters, and cut where it is long.
+fn shown(name: &str) -> String {
+    let mut text = name.escape_debug().take(SHOWN_NAME_LENGTH).collect::<String>();
+    if text.len() < name.len() {
+        text.push_str("...");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;
