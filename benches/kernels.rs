@@ -32,7 +32,12 @@ fn digest(criterion: &mut Criterion) {
     let bytes = pattern(LARGE_BYTES);
     group.throughput(Throughput::Bytes(LARGE_BYTES as u64));
     group.bench_function("xxh3-128 from memory, chunk by chunk", |bencher| {
-        bencher.iter(|| bytes.chunks(CHUNK_BYTES).map(|chunk| ChunkDigest::of(black_box(chunk)).0).fold(0, |sum, digest| sum ^ digest));
+        bencher.iter(|| {
+            bytes
+                .chunks(CHUNK_BYTES)
+                .map(|chunk| ChunkDigest::of(black_box(chunk)).0)
+                .fold(0, |sum, digest| sum ^ digest)
+        });
     });
     group.finish();
 }

@@ -79,7 +79,7 @@ pub fn validate(object: &str, header: &Header, body: &Body) -> Result<()> {
 mod tests {
     use std::collections::BTreeMap;
 
-    use xxhash_rust::xxh3::xxh3_128;
+    use crate::digest::xxh3_128;
 
     use super::super::header::EncodedHeader;
     use super::super::{limits, samples, sealed_line};
