@@ -626,3 +626,16 @@ class CheckpointManager:
         """In a forked child: forgets the parent's save and lock."""
         self._engine.abandon()
         self._closed = True
+
+
+def open_for_tags(path: str | os.PathLike[str]) -> CheckpointManager:
+    """Opens a repository only to read, and to add and remove names.
+
+    It needs no lock, so that a person can pin beside a run that saves. For the command line.
+
+    Raises:
+        NotARepositoryError: There is no repository here.
+    """
+    manager = CheckpointManager(path, read_only=True, rank=0, world_size=1)
+    manager._open("tag")  # noqa: SLF001 - the other way to open one, in the file of its class
+    return manager
