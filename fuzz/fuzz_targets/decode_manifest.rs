@@ -20,7 +20,8 @@ fn sealed_around(is_zstd: bool, raw_length_bytes: u64, body: &[u8]) -> Vec<u8> {
         body.len(),
         xxh3_128(body),
     );
-    let mut bytes = format!("{fields},\"header_digest\":\"{:032x}\"}}\n", xxh3_128(fields.as_bytes())).into_bytes();
+    let mut bytes =
+        format!("{fields},\"header_digest\":\"{:032x}\"}}\n", xxh3_128(fields.as_bytes())).into_bytes();
     bytes.extend_from_slice(body);
     bytes
 }

@@ -8,10 +8,17 @@ use varvite::format::tag::{Tag, validate_tag_name};
 
 fuzz_target!(|bytes: &[u8]| {
     if let Ok(marker) = Marker::decode(bytes) {
-        assert_eq!(Marker::decode(&marker.encode().expect("what was read can be written")).expect("so it is read"), marker);
+        assert_eq!(
+            Marker::decode(&marker.encode().expect("what was read can be written")).expect("so it is read"),
+            marker
+        );
     }
     if let Ok(tag) = Tag::decode("tags/x", bytes) {
-        assert_eq!(Tag::decode("tags/x", &tag.encode().expect("what was read can be written")).expect("so it is read"), tag);
+        assert_eq!(
+            Tag::decode("tags/x", &tag.encode().expect("what was read can be written"))
+                .expect("so it is read"),
+            tag
+        );
     }
     let Ok(name) = std::str::from_utf8(bytes) else { return };
     let _ = validate_tag_name(name);
