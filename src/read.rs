@@ -17,6 +17,9 @@ use crate::plan::{ReadChunk, ReadGroup, ReadPlan};
 use crate::store::{Folder, Key, ReadAt, Store};
 use crate::threads::Threads;
 
+/// Reads that the store is told of before it is asked for them: what keeps a cold medium busy.
+const READ_AHEAD_GROUPS: usize = 16;
+
 /// The open packs of a body, by index in its pack table.
 #[derive(Debug)]
 pub struct OpenPacks {
@@ -100,27 +103,33 @@ pub fn run(
     let buffers = Buffers::default();
     let verified = AtomicU64::new(0);
     let failed = AtomicBool::new(false);
-    threads.pool()?.install(|| {
-        jobs.into_par_iter().with_max_len(1).try_for_each(|(group, slices)| {
-            if failed.load(Ordering::Relaxed) {
-                return Ok(());
-            }
-            if cancelled.load(Ordering::Relaxed) {
-                return Err(Error::Interrupted);
-            }
-            let done = buffers.lend(|buffer| read_group(&packs, body, group, slices, buffer));
-            match done {
-                Ok(bytes) => {
-                    verified.fetch_add(bytes, Ordering::Relaxed);
-                    Ok(())
+    let queue = Mutex::new(jobs.into_iter().enumerate());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    // Threads take reads in the order of the packs, so that the medium sees one forward pass.
+    let work = || {
+        buffers.lend(|buffer| {
+            while let Some((index, (group, slices))) = next() {
+                if failed.load(Ordering::Relaxed) {
+                    return Ok(());
                 }
-                Err(error) => {
-                    failed.store(true, Ordering::Relaxed);
-                    Err(error)
+                if cancelled.load(Ordering::Relaxed) {
+                    return Err(Error::Interrupted);
                 }
+                if let Some(later) = plan.groups.get(index + READ_AHEAD_GROUPS) {
+                    packs.get(later.pack)?.1.will_read(later.range.clone());
+                }
+                match read_group(&packs, body, group, slices, buffer) {
+                    Ok(bytes) => verified.fetch_add(bytes, Ordering::Relaxed),
+                    Err(error) => {
+                        failed.store(true, Ordering::Relaxed);
+                        return Err(error);
+                    }
+                };
             }
+            Ok(())
         })
-    })?;
+    };
+    threads.pool()?.broadcast(|_| work()).into_iter().collect::<Result<Vec<()>>>()?;
     Ok(verified.into_inner())
 }
 

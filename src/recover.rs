@@ -146,11 +146,13 @@ pub fn read_footer(object_name: &str, object: &dyn ReadAt) -> Result<pack::Foote
     let length_bytes = object.length_bytes();
     let mut header = vec![0; pack::HEADER_LENGTH_BYTES.min(length_bytes) as usize];
     object.read_at(0, &mut header)?;
-    pack::decode_header(object_name, &header)?;
+    let header = pack::decode_header(object_name, &header)?;
     let mut last = vec![0; pack::TRAILER_LENGTH_BYTES.min(length_bytes) as usize];
     object.read_at(length_bytes - last.len() as u64, &mut last)?;
     let trailer = pack::decode_trailer(object_name, length_bytes, &last)?;
     let mut footer = vec![0; trailer.footer_length_bytes as usize];
     object.read_at(trailer.footer_offset_bytes, &mut footer)?;
-    pack::decode_footer(object_name, &trailer, &footer)
+    let footer = pack::decode_footer(object_name, &trailer, &footer)?;
+    footer.check_origin(object_name, &header)?;
+    Ok(footer)
 }
