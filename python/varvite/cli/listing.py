@@ -15,7 +15,7 @@ from varvite.cli.text import ago, counted, metrics_text, printable, timestamp
 from varvite.records import format_bytes
 
 if TYPE_CHECKING:
-    from varvite._native import Header
+    from varvite.native_types import Header
 
 __all__ = ["ls"]
 

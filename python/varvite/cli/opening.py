@@ -15,7 +15,8 @@ from varvite.facts import tags_by_seq
 from varvite.manager import CheckpointManager, open_for_tags
 
 if TYPE_CHECKING:
-    from varvite._native import Engine, Header, SnapshotReader
+    from varvite._native import Engine, SnapshotReader
+    from varvite.native_types import Header
     from varvite.keep import Keep
 
 __all__ = ["Entry", "entries_of", "opened", "snapshot_facts", "tags_of"]
@@ -80,10 +81,9 @@ def opened(path: str, *, access: str = "read", keep: Keep | None = None) -> Iter
     alone: dict[str, Any] = {"rank": 0, "world_size": 1}
     # A command is one process, whatever a launcher has left in the environment.
     manager = CheckpointManager(path, read_only=True, keep=keep, **alone)
-    if access == "tag":
-        manager = open_for_tags(path)
-    elif access == "write":
-        manager = CheckpointManager(path, keep=keep, **alone)
+    if access != "read":
+        manager.close()
+        manager = open_for_tags(path) if access == "tag" else CheckpointManager(path, keep=keep, **alone)
     with manager:
         yield manager._engine  # noqa: SLF001 - commands show what the manager's callers need not know
 

@@ -113,26 +113,27 @@ def _key_text(key: Json, tag: str) -> str:
     return value_text(key)
 
 
-def value_text(node: Json) -> str:
-    """Returns an encoded value as a line for people.
+def value_text(node: Json, depth: int = 0) -> str:
+    """Returns an encoded value, which lies in `depth` containers, as a line for people.
 
     Example:
         >>> value_text({"tuple": [0.9, None]}), value_text({"dtype": "float32"}), value_text("a")
         ('(0.9, None)', 'float32', '"a"')
     """
+    check_decode_depth(depth, "structure")
     if isinstance(node, list):
-        return f"[{', '.join(map(value_text, node))}]"
+        return f"[{', '.join(value_text(item, depth + 1) for item in node)}]"
     if isinstance(node, dict):
-        return _tagged_text(node)
+        return _tagged_text(node, depth)
     if isinstance(node, str):
         return json.dumps(node, ensure_ascii=False)
     return str(node)
 
 
-def _tagged_text(node: dict[str, Json]) -> str:
-    tag, payload = next(iter(node.items()))
+def _tagged_text(node: dict[str, Json], depth: int) -> str:
+    tag, payload = next(iter(node.items()), ("dict", []))
     if isinstance(payload, list):
-        items = ", ".join(map(value_text, payload))
+        items = ", ".join(value_text(item, depth + 1) for item in payload)
         brackets = {"tuple": f"({items})", "set": f"{{{items}}}"}
         return brackets.get(tag, f"{tag}({items})")
     if tag == "bytes" and isinstance(payload, str):
@@ -149,8 +150,10 @@ def _length_bytes(text: str) -> int:
         return 0
 
 
-def plain_json(node: Json) -> Json:
-    """Returns an encoded value with dicts of texts as JSON objects; tuples become lists.
+def plain_json(node: Json, depth: int = 0) -> Json:
+    """Returns an encoded value, which lies in `depth` containers, as the JSON that looks most like it.
+
+    Dicts become objects and tuples lists.
 
     What JSON has nothing for stays as it is encoded, under its tag.
 
@@ -158,16 +161,18 @@ def plain_json(node: Json) -> Json:
         >>> plain_json({"dict": [["a", {"tuple": [1, 2]}], ["b", {"dtype": "float32"}]]})
         {'a': [1, 2], 'b': {'dtype': 'float32'}}
     """
+    check_decode_depth(depth, "structure")
     if isinstance(node, list):
-        return [plain_json(item) for item in node]
+        return [plain_json(item, depth + 1) for item in node]
     if not isinstance(node, dict) or len(node) != 1:
         return node
     tag, payload = next(iter(node.items()))
     if tag == "tuple" and isinstance(payload, list):
-        return [plain_json(item) for item in payload]
+        return [plain_json(item, depth + 1) for item in payload]
     if tag in _DICTS and isinstance(payload, list):
         pairs = [pair for pair in payload if isinstance(pair, list) and len(pair) == 2]
         return {
-            key if isinstance(key, str) else value_text(key): plain_json(value) for key, value in pairs
+            key if isinstance(key, str) else value_text(key): plain_json(value, depth + 1)
+            for key, value in pairs
         }
     return node

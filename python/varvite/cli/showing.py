@@ -20,7 +20,7 @@ from varvite.state import from_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from varvite._native import Header
+    from varvite.native_types import Header
     from varvite.plain import Json
 
 __all__ = ["show"]
