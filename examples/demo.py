@@ -313,7 +313,8 @@ def compare_states(reference: Run, killed: Run) -> list[Finding]:
         CheckpointManager(reference.repository, read_only=True) as left,
         CheckpointManager(killed.repository, read_only=True) as right,
     ):
-        wanted, found = dict(leaves(left.load())), dict(leaves(right.load()))
+        loads = [manager.load() for manager in (left, right)]
+        wanted, found = (dict(leaves({**loaded, "rng": loaded.rng})) for loaded in loads)
         infos = [manager.info() for manager in (left, right)]
     late = [f"step {info.step}" for info in infos if info.step != reference.steps - 1]
     findings = [Finding("last snapshot", f"step {reference.steps - 1}", late)]

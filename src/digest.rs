@@ -6,7 +6,19 @@
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
-use xxhash_rust::xxh3::xxh3_128;
+use twox_hash::{XxHash3_64, XxHash3_128};
+
+/// XXH3-64 with seed 0.
+#[must_use]
+pub fn xxh3_64(bytes: &[u8]) -> u64 {
+    XxHash3_64::oneshot(bytes)
+}
+
+/// XXH3-128 with seed 0; chooses the widest vectors of the machine when it runs.
+#[must_use]
+pub fn xxh3_128(bytes: &[u8]) -> u128 {
+    XxHash3_128::oneshot(bytes)
+}
 
 /// XXH3-128 of a chunk's raw bytes (seed 0).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -9,6 +9,15 @@ use crate::tensor::Dtype;
 /// sizes are multiples of 4096.
 #[must_use]
 pub fn count_nonfinite(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
+    crate::kernel::with_wide_vectors(
+        #[inline(always)]
+        || count_any(dtype, bytes),
+    )
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
+fn count_any(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
     Some(match dtype {
         Dtype::Float32 | Dtype::Complex64 => {
             count::<4>(bytes, |word| u32::from_le_bytes(word) & 0x7F80_0000 == 0x7F80_0000)
@@ -29,6 +38,8 @@ pub fn count_nonfinite(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
 }
 
 /// Counts words for which `bad` holds, in blocks whose counters the compiler keeps in vector registers.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
 fn count<const WIDTH: usize>(bytes: &[u8], bad: impl Fn([u8; WIDTH]) -> bool) -> u64 {
     const BLOCK_WORDS: usize = 4096;
     let (words, _) = bytes.as_chunks::<WIDTH>();

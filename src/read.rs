@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
@@ -16,6 +17,9 @@ use crate::kernel;
 use crate::plan::{ReadChunk, ReadGroup, ReadPlan};
 use crate::store::{Folder, Key, ReadAt, Store};
 use crate::threads::Threads;
+
+/// Reads that the store is told of before it is asked for them: what keeps a cold medium busy.
+const READ_AHEAD_GROUPS: usize = 16;
 
 /// The open packs of a body, by index in its pack table.
 #[derive(Debug)]
@@ -62,6 +66,23 @@ impl OpenPacks {
     }
 }
 
+/// Read buffers that are used again: as many as threads work at once, each as long as its longest read.
+///
+/// Fresh memory for each read would cost more than the read, in page faults.
+#[derive(Debug, Default)]
+pub struct Buffers(Mutex<Vec<Vec<u8>>>);
+
+impl Buffers {
+    /// Lends a buffer to `work`.
+    pub fn lend<T>(&self, work: impl FnOnce(&mut Vec<u8>) -> T) -> T {
+        let idle = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buffer = idle().pop().unwrap_or_default();
+        let done = work(&mut buffer);
+        idle().push(buffer);
+        done
+    }
+}
+
 /// Fills all targets of a plan; returns the raw bytes that were verified.
 ///
 /// `targets` are what [`crate::plan::Want::target`] indexes, each as long as its region.
@@ -80,29 +101,36 @@ pub fn run(
     let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
     let slices = split_targets(plan, targets)?;
     let jobs = distribute(plan, slices);
+    let buffers = Buffers::default();
     let verified = AtomicU64::new(0);
     let failed = AtomicBool::new(false);
-    threads.pool()?.install(|| {
-        jobs.into_par_iter().with_max_len(1).try_for_each_init(Vec::new, |buffer, (group, slices)| {
-            if failed.load(Ordering::Relaxed) {
-                return Ok(());
-            }
-            if cancelled.load(Ordering::Relaxed) {
-                return Err(Error::Interrupted);
-            }
-            let done = read_group(&packs, body, group, slices, buffer);
-            match done {
-                Ok(bytes) => {
-                    verified.fetch_add(bytes, Ordering::Relaxed);
-                    Ok(())
+    let queue = Mutex::new(jobs.into_iter().enumerate());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    // Threads take reads in the order of the packs, so that the medium sees one forward pass.
+    let work = || {
+        buffers.lend(|buffer| {
+            while let Some((index, (group, slices))) = next() {
+                if failed.load(Ordering::Relaxed) {
+                    return Ok(());
                 }
-                Err(error) => {
-                    failed.store(true, Ordering::Relaxed);
-                    Err(error)
+                if cancelled.load(Ordering::Relaxed) {
+                    return Err(Error::Interrupted);
                 }
+                if let Some(later) = plan.groups.get(index + READ_AHEAD_GROUPS) {
+                    packs.get(later.pack)?.1.will_read(later.range.clone());
+                }
+                match read_group(&packs, body, group, slices, buffer) {
+                    Ok(bytes) => verified.fetch_add(bytes, Ordering::Relaxed),
+                    Err(error) => {
+                        failed.store(true, Ordering::Relaxed);
+                        return Err(error);
+                    }
+                };
             }
+            Ok(())
         })
-    })?;
+    };
+    threads.pool()?.broadcast(|_| work()).into_iter().collect::<Result<Vec<()>>>()?;
     Ok(verified.into_inner())
 }
 
@@ -217,13 +245,14 @@ pub fn check(
     cancelled: &AtomicBool,
 ) -> Result<u64> {
     let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
+    let buffers = Buffers::default();
     let chunks: Vec<&ReadChunk> = plan.groups.iter().flat_map(|group| &group.chunks).collect();
     threads.pool()?.install(|| {
-        chunks.par_iter().try_for_each_init(Vec::new, |buffer, chunk| {
+        chunks.par_iter().try_for_each(|chunk| {
             if cancelled.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            check_chunk(&packs, body, chunk, buffer)
+            buffers.lend(|buffer| check_chunk(&packs, body, chunk, buffer))
         })
     })?;
     Ok(chunks.iter().map(|chunk| chunk.raw_length_bytes).sum())
@@ -250,11 +279,13 @@ pub fn read_footer(object_name: &str, object: &dyn ReadAt) -> Result<pack::Foote
     let length_bytes = object.length_bytes();
     let mut header = vec![0; pack::HEADER_LENGTH_BYTES.min(length_bytes) as usize];
     object.read_at(0, &mut header)?;
-    pack::decode_header(object_name, &header)?;
+    let header = pack::decode_header(object_name, &header)?;
     let mut last = vec![0; pack::TRAILER_LENGTH_BYTES.min(length_bytes) as usize];
     object.read_at(length_bytes - last.len() as u64, &mut last)?;
     let trailer = pack::decode_trailer(object_name, length_bytes, &last)?;
     let mut footer = vec![0; trailer.footer_length_bytes as usize];
     object.read_at(trailer.footer_offset_bytes, &mut footer)?;
-    pack::decode_footer(object_name, &trailer, &footer)
+    let footer = pack::decode_footer(object_name, &trailer, &footer)?;
+    footer.check_origin(object_name, &header)?;
+    Ok(footer)
 }

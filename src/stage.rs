@@ -17,6 +17,9 @@ use crate::threads::Threads;
 const PIECE_BYTES: usize = 4 << 20;
 /// Alignment of each tensor in the arena: a cache line, which also suits non-temporal stores.
 const ALIGNMENT_BYTES: usize = 64;
+/// Bytes of an arena that are made present by one call of one thread.
+#[cfg(target_os = "linux")]
+const POPULATE_BYTES: usize = 32 << 20;
 /// Arenas grow in these steps, so that a state that changes a little keeps its arena.
 const GROWTH_BYTES: usize = 16 << 20;
 
@@ -86,13 +89,28 @@ impl StagePool {
             // Only a hint: without huge pages everything works, with more page faults.
             let _ = arena.advise(memmap2::Advice::HugePage);
         }
-        threads.pool()?.install(|| {
-            arena
-                .par_chunks_mut(PIECE_BYTES)
-                .for_each(|piece| piece.iter_mut().step_by(4096).for_each(|byte| *byte = 0));
-        });
+        threads.pool()?.install(|| make_present(&mut arena));
         Ok(Some(arena))
     }
+}
+
+/// Makes every page of an arena present, in parallel.
+fn make_present(arena: &mut MmapMut) {
+    #[cfg(target_os = "linux")]
+    {
+        let starts: Vec<usize> = (0..arena.len()).step_by(POPULATE_BYTES).collect();
+        let populated = starts.par_iter().with_max_len(1).all(|&start| {
+            let length = POPULATE_BYTES.min(arena.len() - start);
+            arena.advise_range(memmap2::Advice::PopulateWrite, start, length).is_ok()
+        });
+        if populated {
+            return;
+        }
+    }
+    // An older kernel: touch each page instead, at several times the cost.
+    arena
+        .par_chunks_mut(PIECE_BYTES)
+        .for_each(|piece| piece.iter_mut().step_by(4096).for_each(|byte| *byte = 0));
 }
 
 /// A stretch of the arena and the sources that fill it, with their offsets in the stretch.

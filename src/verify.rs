@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use crate::error::{Error, Result};
 use crate::format::model::Manifest;
 use crate::plan::{ReadChunk, Want, plan_read};
-use crate::read::{OpenPacks, check_chunk, read_footer};
+use crate::read::{Buffers, OpenPacks, check_chunk, read_footer};
 use crate::store::{Folder, Key, Store};
 use crate::tensor::Region;
 use crate::threads::Threads;
@@ -178,14 +178,15 @@ fn check_chunks(
     cancelled: &AtomicBool,
     report: &mut Report,
 ) -> Result<()> {
+    let buffers = Buffers::default();
     let checked_bytes = AtomicU64::new(0);
     let errors = Mutex::new(Vec::new());
     threads.pool()?.install(|| {
-        chunks.par_iter().try_for_each_init(Vec::new, |buffer, chunk| {
+        chunks.par_iter().try_for_each(|chunk| {
             if cancelled.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            match check_chunk(packs, &manifest.body, chunk, buffer) {
+            match buffers.lend(|buffer| check_chunk(packs, &manifest.body, chunk, buffer)) {
                 Ok(()) => {
                     checked_bytes.fetch_add(chunk.raw_length_bytes, Ordering::Relaxed);
                 }

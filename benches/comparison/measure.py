@@ -29,7 +29,6 @@ from comparison.workloads import (
     scramble,
 )
 
-LEAST_REPEATS = 3
 SETTLED_SAVES = 5
 
 
@@ -93,7 +92,7 @@ def measure_saves(arguments: dict[str, Any]) -> dict[str, Any]:
     previous = digests(state.flat())
     deadline = time.perf_counter() + task.budget_seconds
     for step in range(task.repeat + 1):
-        if len(samples) > LEAST_REPEATS and time.perf_counter() > deadline:
+        if len(samples) > 1 and time.perf_counter() > deadline:
             break
         state.step()
         if step == 1:
@@ -167,7 +166,7 @@ def measure_loads(arguments: dict[str, Any]) -> dict[str, Any]:
         for temperature, taken in samples.items():
             deadline = time.perf_counter() + task.budget_seconds
             while len(taken) < task.repeat:
-                if len(taken) >= LEAST_REPEATS and time.perf_counter() > deadline:
+                if taken and time.perf_counter() > deadline:
                     break
                 taken.append(_timed_load(peer, mode, expected, cold=temperature == "cold"))
         modes.append(

@@ -9,12 +9,14 @@ for the disk the median is, because its speed is not a constant that noise is ad
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ class Buffer:
 def _slices(length_bytes: int, parts: int) -> list[tuple[int, int]]:
     bounds = [length_bytes * part // parts // PAGE_BYTES * PAGE_BYTES for part in range(parts)]
     bounds.append(length_bytes)
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(itertools.pairwise(bounds))
 
 
 def _repeat(action: Callable[[], float], count: int) -> list[float]:
@@ -119,7 +121,7 @@ def measure(length_bytes: int, folder: Path, repeat: int) -> dict[str, Any]:
         list(pool.map(lambda _: None, range(threads)))
         for count in sorted({1, threads}):
             samples[f"memcpy_{count}"] = _repeat(
-                lambda count=count: _copy(source, target, count, pool), 5 * repeat
+                partial(_copy, source, target, count, pool), 5 * repeat
             )
         os.sync()
         try:
@@ -158,7 +160,7 @@ def _read_samples(
     host.warm_page_cache(path.parent)
     for count in sorted({1, threads}):
         samples[f"read_warm_{count}"] = _repeat(
-            lambda count=count: _read(target, path, count, 0, pool), 2 * repeat
+            partial(_read, target, path, count, 0, pool), 2 * repeat
         )
     return samples
 

@@ -38,8 +38,7 @@ def render(results: dict[str, Any]) -> str:
     """The whole report."""
     found = summaries(results)
     sections = [_machine(results)]
-    for workload in results["runs"]:
-        sections.append(_workload(workload, results, found.get(workload, {})))
+    sections += [_workload(name, results, found.get(name, {})) for name in results["runs"]]
     if "repository" in results:
         sections.append(_repository(results))
     sections.append(_figures(results, found))

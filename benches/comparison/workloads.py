@@ -8,17 +8,35 @@ Everything is seeded, so a second process builds a state of the same names and s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from comparison import host
+
 HEAD_WIDTH = 64
 SEQUENCE_TOKENS = 16
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """For work that is not measured: torch's threads wait for each other by spinning.
+
+    Where another program has a core, such a wait takes longer than the work on one thread.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 class Transformer(nn.Module):
@@ -66,6 +84,7 @@ class TrainingState:
         """The live objects, under the keywords a checkpoint manager takes."""
         return {"model": self.model, "optimizer": self.optimizer}
 
+    @one_torch_thread()
     def step(self) -> None:
         """Forward, backward and update: every trained parameter and moment changes."""
         shape = (1, SEQUENCE_TOKENS + 1)
@@ -110,6 +129,7 @@ class TensorTable:
         """None: there is no model here."""
         return
 
+    @one_torch_thread()
     def step(self) -> None:
         """Add one to everything."""
         torch._foreach_add_(list(self.tensors.values()), 1.0)
@@ -139,6 +159,7 @@ class Workload:
     build: Callable[[float], State]
 
 
+@one_torch_thread()
 def _transformer(width: int, layer_count: int, vocabulary: int, scale: float) -> Transformer:
     # Parameters grow with the square of the width, so the number of tensors stays as it is.
     scaled = max(HEAD_WIDTH, round(width * math.sqrt(scale) / HEAD_WIDTH) * HEAD_WIDTH)
@@ -199,15 +220,26 @@ def payload_bytes(tensors: dict[str, Tensor]) -> int:
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     """A digest of dtype, shape and bytes for each tensor, to compare across processes."""
-    result = {}
-    for name, value in tensors.items():
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
-        digest.update(flat)
-        result[name] = digest.hexdigest()[:32]
+    result = {name: _digest(value) for name, value in tensors.items() if not _is_large(value)}
+    large = {name: value for name, value in tensors.items() if _is_large(value)}
+    with ThreadPoolExecutor(host.thread_count()) as pool:
+        result.update(zip(large, pool.map(_digest, large.values()), strict=True))
     return result
 
 
+def _is_large(value: Tensor) -> bool:
+    # Below, handing it to a thread takes longer than its digest.
+    return value.nbytes >= 1 << 20
+
+
+def _digest(value: Tensor) -> str:
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
+    digest.update(flat)
+    return digest.hexdigest()[:32]
+
+
+@one_torch_thread()
 def scramble(tensors: dict[str, Tensor]) -> None:
     """Overwrite every value: a load that does nothing must not pass for a load."""
     with torch.no_grad():

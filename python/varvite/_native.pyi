@@ -2,52 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, TypedDict, final
+from typing import Any, final
+
+from varvite.native_types import Header, Plan, Report, Verification
+
+__all__ = ["Engine", "MappedPack", "SaveJob", "SnapshotReader", "__version__"]
 
 __version__: str
-
-class Header(TypedDict):
-    """Facts of a snapshot; sizes in bytes, the time in milliseconds since 1970 UTC."""
-
-    seq: int
-    step: int
-    parent: int | None
-    created_at_unix_ms: int
-    world_size: int
-    metrics: dict[str, float]
-    metadata: str
-    kind: str
-    raw_bytes: int
-    stored_bytes: int
-    healthy: bool
-    nonfinite: dict[str, int]
-    digest: str
-
-class Report(TypedDict):
-    """Facts of a finished save; times in seconds."""
-
-    header: Header
-    chunk_count: int
-    reused_chunk_count: int
-    copy_seconds: float
-    encode_seconds: float
-    write_seconds: float
-    sync_seconds: float
-    commit_seconds: float
-    retention_error: str | None
-
-class Plan(TypedDict):
-    """A retention plan: (seq, step, reasons) kept, (seq, step, reason) removed, bytes freed."""
-
-    kept: list[tuple[int, int, list[str]]]
-    removed: list[tuple[int, int, str]]
-    freed_bytes: int
-
-class Verification(TypedDict):
-    """What a scrub found: bytes checked, and (object, offset in bytes, what, steps) of each finding."""
-
-    checked_bytes: int
-    findings: list[tuple[str, int, str, list[int]]]
 
 @final
 class Engine:
@@ -147,8 +108,9 @@ class SaveJob:
     def failed(self) -> bool:
         """True when it has ended without a snapshot."""
     def wait(self, timeout: float | None = None) -> Report:
-        """Waits for the end; returns the report or raises the failure. A timeout in seconds that passes is
-        a `TimeoutError`, and the save goes on.
+        """Waits for the end; returns the report or raises the failure.
+
+        A timeout in seconds that passes is a `TimeoutError`, and the save goes on.
         """
     def cancel(self) -> None:
         """Asks the save to end without a snapshot."""
@@ -160,8 +122,10 @@ class SnapshotReader:
     def header(self) -> Header:
         """Header of the snapshot."""
     def entries(self) -> list[tuple[str, int | None, str, str, list[int], str | None, int | None, int, int]]:
-        """Rows of all entries, in the order that `read` counts them by: (name, rank, dtype, stored dtype,
-        shape, tied to, non-finite elements, raw bytes, stored bytes).
+        """Rows of all entries, in the order that `read` counts them by.
+
+        Each is (name, rank, dtype, stored dtype, shape, tied to, non-finite elements, raw bytes, stored
+        bytes).
         """
     def chunk_digests(self, index: int) -> list[tuple[str, int]]:
         """Digests of an entry's chunks in order, as 32 hex digits each, with their raw lengths in bytes."""
@@ -176,8 +140,9 @@ class SnapshotReader:
     def check(self, indices: Sequence[int]) -> int:
         """Verifies entries without keeping their bytes; returns verified raw bytes."""
     def mapped(self, index: int) -> tuple[MappedPack, int, int] | None:
-        """An entry inside a mapped pack: (pack, offset in bytes from its start, length in bytes), or `None`
-        where it has to be read.
+        """An entry inside a mapped pack: (pack, offset in bytes from its start, length in bytes).
+
+        `None` where it has to be read.
         """
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 import warnings
@@ -35,8 +36,7 @@ class BackgroundSave:
         self._counted: SaveHandle | None = None
         self._saves: deque[SaveStats] = deque(maxlen=_KEPT_FIGURES)
         self._errors: deque[str] = deque(maxlen=_KEPT_FIGURES)
-        self._totals = {"save_count": 0, "raw_bytes": 0, "stored_bytes": 0}
-        self._seconds = {"blocked_seconds": 0.0, "queue_seconds": 0.0}
+        self._totals = Stats()
 
     def started(self, handle: SaveHandle) -> None:
         """Notes a save that was started, or done at once."""
@@ -74,7 +74,7 @@ class BackgroundSave:
     def stats(self) -> Stats:
         """Returns the figures of all saves that have ended."""
         self._count()
-        return Stats(saves=list(self._saves), errors=list(self._errors), **self._totals, **self._seconds)
+        return dataclasses.replace(self._totals, saves=list(self._saves), errors=list(self._errors))
 
     def _count(self) -> None:
         """Adds the last save to the figures, once it has ended."""
@@ -98,11 +98,14 @@ class BackgroundSave:
             reused_chunk_count=report["reused_chunk_count"],
         )
         self._saves.append(figures)
-        self._totals["save_count"] += 1
-        self._totals["raw_bytes"] += figures.raw_bytes
-        self._totals["stored_bytes"] += figures.stored_bytes
-        self._seconds["blocked_seconds"] += figures.timings.blocked
-        self._seconds["queue_seconds"] += figures.timings.queue
+        self._totals = dataclasses.replace(
+            self._totals,
+            save_count=self._totals.save_count + 1,
+            raw_bytes=self._totals.raw_bytes + figures.raw_bytes,
+            stored_bytes=self._totals.stored_bytes + figures.stored_bytes,
+            blocked_seconds=self._totals.blocked_seconds + figures.timings.blocked,
+            queue_seconds=self._totals.queue_seconds + figures.timings.queue,
+        )
         if self._profile:
             sys.stderr.write(f"varvite: {figures}\n")
         if report["retention_error"] is not None:

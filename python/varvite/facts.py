@@ -15,7 +15,7 @@ from varvite.records import SnapshotInfo
 from varvite.state import from_text, unflatten
 
 if TYPE_CHECKING:
-    from varvite._native import Header
+    from varvite.native_types import Header
     from varvite.reading import SnapshotView
 
 __all__ = ["all_damaged", "falling_back", "make_info", "reference_text", "skip", "tags_by_seq"]
@@ -79,9 +79,7 @@ def _no_leaf(name: str) -> None:
 
 @contextmanager
 def falling_back(ref: int | str, view: SnapshotView, skipped: list[tuple[int, str]]) -> Iterator[None]:
-    """With `latest`, notes a snapshot that turns out damaged, and goes on after the block; any other
-    reference raises.
-    """
+    """Notes a snapshot that turns out damaged, and goes on after the block; only `latest` allows that."""
     try:
         yield
     except (CorruptionError, StoreError) as error:

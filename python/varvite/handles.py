@@ -10,7 +10,8 @@ from varvite.errors import InternalError
 from varvite.records import SaveTimings, SnapshotInfo
 
 if TYPE_CHECKING:
-    from varvite._native import Report, SaveJob
+    from varvite._native import SaveJob
+    from varvite.native_types import Report
 
 __all__ = ["SaveHandle"]
 

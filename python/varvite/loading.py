@@ -116,12 +116,10 @@ def fill_state_dict(view: SnapshotView, state_dict: Mapping[str, Any], prefix: s
 def _live_by_name(state_dict: dict[str, Any], start: str, saved: set[str]) -> dict[str, Any]:
     """Names the tensors as a nest or as a module's state dict, whichever the snapshot knows better."""
     prefix = tuple(start.split(".")) if start else ()
-    candidates = []
-    for state in (StateDict(state_dict), state_dict):
-        if all(isinstance(key, str) for key in state_dict):
-            candidates.append({leaf.name: leaf.value for leaf in flatten(state, prefix=prefix).leaves})
-    if not candidates:
-        return {leaf.name: leaf.value for leaf in flatten(state_dict, prefix=prefix).leaves}
+    forms = [state_dict]
+    if all(isinstance(key, str) for key in state_dict):
+        forms.insert(0, StateDict(state_dict))
+    candidates = [{leaf.name: leaf.value for leaf in flatten(form, prefix=prefix).leaves} for form in forms]
     return max(candidates, key=lambda names: len(saved.intersection(names)))
 
 

@@ -47,8 +47,8 @@ from varvite.settings import MergePolicy, read_settings
 from varvite.training import rng as rng_state
 
 if TYPE_CHECKING:
-    from varvite._native import Header, Report
     from varvite.keep import Keep
+    from varvite.native_types import Header, Report
 
 __all__ = ["CheckpointManager", "MergePolicy"]
 
@@ -531,17 +531,23 @@ class CheckpointManager:
 
     def merge_now(self) -> MergeReport:
         """Rewrites old packs; not built yet."""
-        raise NotBuiltYetError("not built yet in this version: merge_now", what="merge_now")
+        raise _not_built("merge_now")
 
     def sync_now(self) -> SyncReport:
         """Pushes to the bucket; not built yet."""
-        raise NotBuiltYetError("not built yet in this version: sync_now", what="sync_now")
+        raise _not_built("sync_now")
 
-    def create_snapshot(self, step: int, *, metrics: dict[str, float] | None = None) -> Any:
+    def create_snapshot(self, step: int, **arguments: Any) -> Any:
         """Starts a snapshot of several ranks; not built yet."""
-        raise NotBuiltYetError(
-            "not built yet in this version: create_snapshot", what="create_snapshot", step=step
-        )
+        raise _not_built("create_snapshot", step=step, **arguments)
+
+    def save_rank(self, session_id: str, rank: int, state: dict[Any, Any]) -> Any:
+        """Writes one rank's pack; not built yet."""
+        raise _not_built("save_rank", session_id=session_id, rank=rank, keys=list(state))
+
+    def finalize_snapshot(self, session_id: str) -> SnapshotInfo:
+        """Commits a snapshot of several ranks; not built yet."""
+        raise _not_built("finalize_snapshot", session_id=session_id)
 
     # ---- waiting and the end -------------------------------------------------------------------
 
@@ -626,3 +632,20 @@ class CheckpointManager:
         """In a forked child: forgets the parent's save and lock."""
         self._engine.abandon()
         self._closed = True
+
+
+def open_for_tags(path: str | os.PathLike[str]) -> CheckpointManager:
+    """Opens a repository only to read, and to add and remove names.
+
+    It needs no lock, so that a person can pin beside a run that saves. For the command line.
+
+    Raises:
+        NotARepositoryError: There is no repository here.
+    """
+    manager = CheckpointManager(path, read_only=True, rank=0, world_size=1)
+    manager._open("tag")  # noqa: SLF001 - the other way to open one, in the file of its class
+    return manager
+
+
+def _not_built(what: str, **facts: Any) -> NotBuiltYetError:
+    return NotBuiltYetError(f"not built yet in this version: {what}", what=what, **facts)

@@ -159,10 +159,11 @@ def read_tree(text: str) -> tuple[Json | None, dict[str, SavedObject]]:
     ):
         raise _corrupt("structure", "an object with `state` and `objects`", tree)
     for row in tree["objects"]:
-        legal = isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and row[1] in KINDS
-        if not legal or row[0] in objects:
-            raise _corrupt("structure of objects", "[keyword, kind, tree], each keyword once", row)
-        objects[row[0]] = SavedObject(row[1], row[2])
+        match row:
+            case [str(keyword), str(kind), node] if kind in KINDS and keyword not in objects:
+                objects[keyword] = SavedObject(kind, node)
+            case _:
+                raise _corrupt("structure of objects", "[keyword, kind, tree], each keyword once", row)
     return tree["state"], objects
 
 

@@ -1,13 +1,12 @@
-"""A snapshot that is open for reading: descriptions, memory for its tensors, and the one crossing that
-fills them.
-"""
+"""A snapshot that is open for reading: descriptions, memory for tensors, and the crossing that fills it."""
 
 from __future__ import annotations
 
-import fnmatch
 import difflib
+import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from varvite.errors import CorruptionError, TensorNotFoundError
 from varvite.state import Json, structure_leaves
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["EntryRow", "SnapshotView"]
 
 
-class EntryRow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EntryRow:
     """An entry as the manifest describes it.
 
     Attributes:
@@ -73,7 +73,8 @@ class SnapshotView:
         row = self.shared.get(name) or self.local.get(name)
         if row is None:
             raise CorruptionError(
-                f"corrupt structure of snapshot {self.header['seq']}: it refers to an entry that is not there: `{name}`",
+                f"corrupt structure of snapshot {self.header['seq']}: it refers to an entry that is not "
+                f"there: `{name}`",
                 what="structure",
                 name=name,
             )

@@ -222,8 +222,9 @@ def plan_object(
     *,
     allow_narrowing: bool,
 ) -> ObjectPlan:
-    """Plans the restore of one object. Nothing of it changes before `commit`, but for tensors that the
-    destinations are.
+    """Plans the restore of one object.
+
+    Nothing of it changes before `commit`, but for tensors that the destinations are.
 
     Args:
         keyword: The keyword it was saved under.
@@ -344,8 +345,6 @@ def _plan_module(
     if not _is_backed(module, live):
         # A hook makes other tensors of the module's own: only its load_state_dict knows the way back.
         return _plan_by_load_state_dict(module, saved, view, plan)
-    if structure_names(flat.structure) == flat.structure:
-        return plan
     extra = {key for key in module.state_dict() if key.endswith("_extra_state")}
     if not extra:
         return plan
@@ -404,16 +403,14 @@ def _plan_nest(keyword: str, value: Any, saved: SavedObject, view: SnapshotView)
     buffers = view.allocate_for(saved.structure)
     found = Problems(matched=[name for name in buffers if name in live or isinstance(value, (dict, list))])
     found.missing = [name for name in live if name not in buffers]
-    for name in live:
+    for name, mine in live.items():
         if name in buffers:
             dtype, shape = view.description(name)
-            mine = describe(name, live[name])
-            if (mine.dtype, tuple(mine.shape)) != (dtype, tuple(shape)):
-                found.mismatched.append(
-                    (name, "shape", list(mine.shape), list(shape))
-                    if tuple(mine.shape) != tuple(shape)
-                    else (name, "dtype", mine.dtype, dtype)
-                )
+            one = describe(name, mine)
+            if tuple(one.shape) != tuple(shape):
+                found.mismatched.append((name, "shape", list(one.shape), list(shape)))
+            elif one.dtype != dtype:
+                found.mismatched.append((name, "dtype", one.dtype, dtype))
 
     def commit() -> None:
         _assign(value, unflatten(saved.structure, buffers.__getitem__))

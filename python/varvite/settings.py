@@ -206,19 +206,23 @@ def _topology(rank: int | str | None, world_size: int | str | None, process_grou
     if rank is None and world_size is None and process_group is None:
         if launched is not None and launched[1] > 1:
             message = (
-                f"invalid rank and world size: this process was launched as rank {launched[0]} of {launched[1]}, "
-                f"and nothing was said about ranks"
+                f"invalid rank and world size: this process was launched as rank {launched[0]} of "
+                f"{launched[1]}, and nothing was said about ranks"
             )
-            hint = 'pass rank="auto" and world_size="auto" to save with all ranks, or rank=0 and world_size=1 to save alone'
+            hint = (
+                'pass rank="auto" and world_size="auto" to save with all ranks, '
+                "or rank=0 and world_size=1 to save alone"
+            )
             raise InvalidInputError(message, hint=hint, what="rank", rank=launched[0], world_size=launched[1])
         return 0, 1
     found = (launched or (0, 1)) if "auto" in (rank, world_size) or process_group is not None else (0, 1)
-    chosen_rank = found[0] if rank in (None, "auto") else int(rank)  # type: ignore[arg-type]
-    chosen_size = found[1] if world_size in (None, "auto") else int(world_size)  # type: ignore[arg-type]
+    chosen_rank = found[0] if rank in (None, "auto") else int(rank)
+    chosen_size = found[1] if world_size in (None, "auto") else int(world_size)
     if chosen_rank >= max(chosen_size, 1) or chosen_size < 1:
         raise _refuse("rank", chosen_rank, f"below the world size: {chosen_size}")
     if chosen_size > 1:
-        message = f"not built yet in this version: saving with several ranks, this one is {chosen_rank} of {chosen_size}"
+        which = f"this one is {chosen_rank} of {chosen_size}"
+        message = f"not built yet in this version: saving with several ranks, {which}"
         raise NotBuiltYetError(message, what="world_size", rank=chosen_rank, world_size=chosen_size)
     return chosen_rank, chosen_size
 

@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 
-use xxhash_rust::xxh3::xxh3_128;
+use crate::digest::xxh3_128;
 
 use crate::error::Result;
 
@@ -39,7 +39,7 @@ impl Footer {
     /// Checks that the part was written by the session that wrote the header of the same pack.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] that names the field in which they differ.
+    /// [`Error::Corrupt`](crate::error::Error::Corrupt) that names the field in which they differ.
     pub fn check_origin(&self, object: &str, pack_header: &PackHeader) -> Result<()> {
         let Some(part) = &self.part else { return Ok(()) };
         let place = Place::new(object, 0);
@@ -71,7 +71,7 @@ impl Footer {
 /// footer is.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that names the field, entry or chunk no reader would accept.
+/// [`Error::InvalidInput`](crate::error::Error::InvalidInput) that names the field, entry or chunk no reader would accept.
 pub fn encode_footer(position_bytes: u64, chunks: &[PackChunk], part: Option<&Part>) -> Result<Vec<u8>> {
     let padding_bytes = padding_to(position_bytes, SMALL_ALIGNMENT_BYTES);
     let footer_offset_bytes = position_bytes.saturating_add(padding_bytes);
@@ -114,7 +114,7 @@ pub fn encode_footer(position_bytes: u64, chunks: &[PackChunk], part: Option<&Pa
 /// Reads the footer of the pack `object`, whose key ends in its name; `footer` is what `trailer` points at.
 ///
 /// # Errors
-/// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
+/// [`Error::Corrupt`](crate::error::Error::Corrupt) for damage; [`Error::Unsupported`](crate::error::Error::Unsupported) where a newer version must read it.
 pub fn decode_footer(object: &str, trailer: &Trailer, footer: &[u8]) -> Result<Footer> {
     let place = Place::new(object, trailer.footer_offset_bytes);
     if footer.len() as u64 != trailer.footer_length_bytes {

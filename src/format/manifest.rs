@@ -27,7 +27,7 @@ pub struct HeaderLine {
 /// compressed; a compressed one depends on the version of zstd.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] that names the field or entry that no reader would accept.
+/// [`Error::InvalidInput`](crate::error::Error::InvalidInput) that names the field or entry that no reader would accept.
 pub fn encode(header: &Header, body: &Body) -> Result<Vec<u8>> {
     validate("", header, body).map_err(validate::refuse_to_write)?;
     two_line::encode(Kind::Manifest, None, header, body)
@@ -39,7 +39,7 @@ pub fn encode(header: &Header, body: &Body) -> Result<Vec<u8>> {
 /// Without the body the claims about it stay claims: sizes, `self_contained`, the state digest.
 ///
 /// # Errors
-/// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
+/// [`Error::Corrupt`](crate::error::Error::Corrupt) for damage; [`Error::Unsupported`](crate::error::Error::Unsupported) where a newer version must read it.
 pub fn decode_header(object: &str, prefix: &[u8]) -> Result<Option<HeaderLine>> {
     let line = two_line::decode_line(Place::new(object, 0), Kind::Manifest, prefix)?;
     Ok(line.map(|line| HeaderLine {
@@ -52,7 +52,7 @@ pub fn decode_header(object: &str, prefix: &[u8]) -> Result<Option<HeaderLine>> 
 /// Reads the whole manifest `object`.
 ///
 /// # Errors
-/// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
+/// [`Error::Corrupt`](crate::error::Error::Corrupt) for damage; [`Error::Unsupported`](crate::error::Error::Unsupported) where a newer version must read it.
 pub fn decode(object: &str, bytes: &[u8]) -> Result<Manifest> {
     let place = Place::new(object, 0);
     let line = decode_header(object, bytes)?.ok_or_else(|| {
@@ -68,7 +68,7 @@ pub fn decode(object: &str, bytes: &[u8]) -> Result<Manifest> {
 /// Checks a header and a body against all rules of a manifest (FORMAT.md, section "Rules of a manifest").
 ///
 /// # Errors
-/// [`Error::Corrupt`] at offset 0 of `object`, which names the entry or field.
+/// [`Error::Corrupt`](crate::error::Error::Corrupt) at offset 0 of `object`, which names the entry or field.
 pub fn validate(object: &str, header: &Header, body: &Body) -> Result<()> {
     let place = Place::new(object, 0);
     super::header::check_header(place, header)?;
@@ -79,7 +79,7 @@ pub fn validate(object: &str, header: &Header, body: &Body) -> Result<()> {
 mod tests {
     use std::collections::BTreeMap;
 
-    use xxhash_rust::xxh3::xxh3_128;
+    use crate::digest::xxh3_128;
 
     use super::super::header::EncodedHeader;
     use super::super::{limits, samples, sealed_line};

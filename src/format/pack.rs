@@ -3,7 +3,7 @@
 //! What stands between them is in `footer` (chunk table and part) or is the chunks themselves, which are
 //! not the business of this folder.
 
-use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
+use crate::digest::{xxh3_64, xxh3_128};
 
 use crate::digest::parse_hex_u128;
 use crate::error::{Error, Result};

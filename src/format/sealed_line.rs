@@ -3,9 +3,9 @@
 //! The digest comes last and has a fixed length, so a reader checks it before it parses anything. It
 //! covers the bytes as they stand: there is no canonical form to agree on.
 
+use crate::digest::xxh3_128;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use xxhash_rust::xxh3::xxh3_128;
 
 use crate::digest::parse_hex_u128;
 use crate::error::{Error, Result};

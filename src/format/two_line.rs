@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 
-use xxhash_rust::xxh3::xxh3_128;
+use crate::digest::xxh3_128;
 
 use crate::error::{Error, Result};
 

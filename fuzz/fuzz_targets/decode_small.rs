@@ -1,0 +1,34 @@
+//! Marker, tag, and the names of objects.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use varvite::format::marker::Marker;
+use varvite::format::names;
+use varvite::format::tag::{Tag, validate_tag_name};
+
+fuzz_target!(|bytes: &[u8]| {
+    if let Ok(marker) = Marker::decode(bytes) {
+        assert_eq!(
+            Marker::decode(&marker.encode().expect("what was read can be written")).expect("so it is read"),
+            marker
+        );
+    }
+    if let Ok(tag) = Tag::decode("tags/x", bytes) {
+        assert_eq!(
+            Tag::decode("tags/x", &tag.encode().expect("what was read can be written"))
+                .expect("so it is read"),
+            tag
+        );
+    }
+    let Ok(name) = std::str::from_utf8(bytes) else { return };
+    let _ = validate_tag_name(name);
+    if let Some(parsed) = names::parse_pack_name(name) {
+        assert_eq!(names::pack_name(parsed.seq, parsed.rank, parsed.random), name);
+    }
+    if let Some(seq) = names::parse_manifest_name(name) {
+        assert_eq!(names::manifest_name(seq), name);
+    }
+    if let Some(seq) = names::parse_tombstone_name(name) {
+        assert_eq!(names::tombstone_name(seq), name);
+    }
+});

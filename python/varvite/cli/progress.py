@@ -1,0 +1,80 @@
+"""Progress bars on stderr; rich is imported only where one is drawn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+__all__ = ["Bar", "bytes_read", "terminal_bar"]
+
+_POLL_SECONDS: Final = 0.1
+
+
+class Bar:
+    """A bar that nobody sees: what a command drives where there is no terminal."""
+
+    def advance(self, amount: int) -> None:
+        """Moves the bar on."""
+
+    @contextmanager
+    def following(self, read: Callable[[], int]) -> Iterator[None]:
+        """Moves the bar to what `read` returns, again and again while the block runs."""
+        del read
+        yield
+
+
+class _TerminalBar(Bar):
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def advance(self, amount: int) -> None:
+        self._progress.advance(self._task, amount)
+
+    @contextmanager
+    def following(self, read: Callable[[], int]) -> Iterator[None]:
+        ended = threading.Event()
+
+        def follow() -> None:
+            while not ended.wait(_POLL_SECONDS):
+                self._progress.update(self._task, completed=read())
+
+        thread = threading.Thread(target=follow, name="varvite-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def terminal_bar(description: str, total: int, *, is_bytes: bool, color: bool) -> Iterator[Bar]:
+    """Draws a bar on stderr while the block runs, and removes it at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    counts = DownloadColumn() if is_bytes else MofNCompleteColumn()
+    console = Console(stderr=True, no_color=not color, markup=False, emoji=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), counts, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _TerminalBar(progress, progress.add_task(description, total=total))
+
+
+def bytes_read() -> int:
+    """Returns the bytes that this process has asked the kernel to read since it began.
+
+    The engine reads packs with `pread` while it holds no Python lock; the kernel's count is how far it is.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/io").read_text("ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "rchar":
+                return int(value)
+    return 0

@@ -1,0 +1,54 @@
+"""The dicts that the engine gives; `facts.py` and `manager.py` make the public records of them."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+__all__ = ["Header", "Plan", "Report", "Verification"]
+
+
+class Header(TypedDict):
+    """Facts of a snapshot; sizes in bytes, the time in milliseconds since 1970 UTC."""
+
+    seq: int
+    step: int
+    parent: int | None
+    created_at_unix_ms: int
+    world_size: int
+    metrics: dict[str, float]
+    metadata: str
+    kind: str
+    raw_bytes: int
+    stored_bytes: int
+    healthy: bool
+    nonfinite: dict[str, int]
+    digest: str
+
+
+class Report(TypedDict):
+    """Facts of a finished save; times in seconds."""
+
+    header: Header
+    chunk_count: int
+    reused_chunk_count: int
+    copy_seconds: float
+    encode_seconds: float
+    write_seconds: float
+    sync_seconds: float
+    commit_seconds: float
+    retention_error: str | None
+
+
+class Plan(TypedDict):
+    """A retention plan: (seq, step, reasons) kept, (seq, step, reason) removed, bytes freed."""
+
+    kept: list[tuple[int, int, list[str]]]
+    removed: list[tuple[int, int, str]]
+    freed_bytes: int
+
+
+class Verification(TypedDict):
+    """What a scrub found: bytes checked, and (object, offset in bytes, what, steps) of each finding."""
+
+    checked_bytes: int
+    findings: list[tuple[str, int, str, list[int]]]

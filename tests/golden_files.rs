@@ -1,0 +1,198 @@
+//! Files of every format version stay readable, and what must be refused stays refused.
+//!
+//! `tests/golden/README.md` says why each file exists. They are never made anew: a change of the writer
+//! that breaks the first test needs a new format version and a new folder.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panic")]
+
+#[path = "golden/generate.rs"]
+mod generate;
+
+use generate::{REPOSITORY_ID, payload};
+use varvite::digest::ChunkDigest;
+use varvite::error::Error;
+use varvite::format::manifest;
+use varvite::format::marker::Marker;
+use varvite::format::model::Manifest;
+use varvite::format::pack::{self, Footer, HEADER_LENGTH_BYTES, PackKind};
+use varvite::format::tag::Tag;
+
+macro_rules! golden {
+    ($($path:literal),* $(,)?) => {
+        &[$(($path, include_bytes!(concat!("golden/v1/", $path)).as_slice())),*]
+    };
+}
+
+const GOLDEN: &[(&str, &[u8])] = golden![
+    "repository/varvite.json",
+    "repository/tags/first",
+    "repository/packs/1-r0-000000000000002a.pack",
+    "repository/packs/2-r0-000000000000002a.pack",
+    "repository/snapshots/1.json",
+    "repository/snapshots/2.json",
+    "compressed.json",
+    "future.json",
+    "corrupt-header.json",
+    "corrupt-body.json",
+    "corrupt-length.json",
+];
+
+/// Compressed bytes depend on the release of zstd, so only what they hold is compared.
+const COMPRESSED: &str = "compressed.json";
+
+fn golden(path: &str) -> &'static [u8] {
+    GOLDEN.iter().find(|row| row.0 == path).unwrap_or_else(|| panic!("no golden file {path}")).1
+}
+
+fn manifest_of(path: &str) -> Manifest {
+    manifest::decode(path, golden(path)).unwrap()
+}
+
+fn read_pack(path: &str) -> (pack::PackHeader, Footer) {
+    let bytes = golden(path);
+    let header = pack::decode_header(path, bytes).unwrap();
+    let trailer = pack::decode_trailer(path, bytes.len() as u64, bytes).unwrap();
+    let start = trailer.footer_offset_bytes as usize;
+    let footer =
+        pack::decode_footer(path, &trailer, &bytes[start..][..trailer.footer_length_bytes as usize]).unwrap();
+    footer.check_origin(path, &header).unwrap();
+    (header, footer)
+}
+
+#[test]
+fn the_writer_still_writes_version_1_byte_for_byte() {
+    let made = generate::files();
+    let names: Vec<&str> = made.iter().map(|file| file.0.as_str()).collect();
+    assert_eq!(names, GOLDEN.iter().map(|row| row.0).collect::<Vec<_>>());
+    let changed: Vec<&str> = made
+        .iter()
+        .filter(|(path, bytes)| path != COMPRESSED && golden(path) != bytes.as_slice())
+        .map(|file| file.0.as_str())
+        .collect();
+    if !changed.is_empty() {
+        let folder = keep_for_review(&made);
+        panic!("the writer has changed: {changed:?}; what it writes now is in {folder}");
+    }
+}
+
+/// Writes the generator's output where a person can compare it; returns the folder.
+#[expect(clippy::disallowed_methods, reason = "a report for a person, outside of any repository")]
+fn keep_for_review(made: &[(String, Vec<u8>)]) -> String {
+    let root = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("golden-v1");
+    for (path, bytes) in made {
+        let path = root.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+    root.display().to_string()
+}
+
+#[test]
+fn the_compressed_manifest_holds_what_the_generator_put_in() {
+    let made = generate::files().into_iter().find(|file| file.0 == COMPRESSED).unwrap().1;
+    let (old, new) = (manifest_of(COMPRESSED), manifest::decode(COMPRESSED, &made).unwrap());
+    let line = manifest::decode_header(COMPRESSED, golden(COMPRESSED)).unwrap().unwrap();
+    assert_eq!(line.body.encoding, manifest::BodyEncoding::Zstd);
+    assert_eq!(old.body.entries.len(), 40);
+    assert_eq!(old.body.entries, new.body.entries);
+    assert_eq!(old.header.state_digest, new.header.state_digest);
+}
+
+#[test]
+fn the_marker_and_the_tag_are_read() {
+    let marker = Marker::decode(golden("repository/varvite.json")).unwrap();
+    assert_eq!(
+        marker,
+        Marker {
+            format_version: 1,
+            reader_flags: 0,
+            writer_flags: 0,
+            repository_id: REPOSITORY_ID.to_owned()
+        }
+    );
+    let tag = Tag::decode("tags/first", golden("repository/tags/first")).unwrap();
+    assert_eq!(tag, Tag { seq: 1, created_at_unix_ms: 1_790_000_000_000 });
+}
+
+#[test]
+fn the_delta_refers_to_the_base() {
+    let base = manifest_of("repository/snapshots/1.json");
+    let delta = manifest_of("repository/snapshots/2.json");
+    assert_eq!((base.header.seq, base.header.step, base.header.parent), (1, 10, None));
+    assert_eq!((delta.header.seq, delta.header.step, delta.header.parent), (2, 20, Some(1)));
+    assert!(base.header.self_contained && !delta.header.self_contained);
+    assert_eq!(base.header.state_digest, delta.header.state_digest);
+    assert!(delta.header.metrics["val_loss"].is_nan());
+    assert_eq!(delta.header.metadata.get(), r#"{"run":"golden"}"#);
+    let names: Vec<&str> = delta.body.entries.iter().map(|entry| entry.name.as_str()).collect();
+    assert_eq!(names, ["model.empty", "model.steps", "model.tied", "model.weight", "rng.torch"]);
+    let weight = &delta.body.entries[3];
+    assert_eq!((weight.shape.as_slice(), weight.nonfinite), ([2, 3].as_slice(), Some(2)));
+    assert_eq!(weight.shards[0].chunks[0].pack, 1);
+    assert_eq!(delta.body.packs[1].name, base.body.packs[0].name);
+}
+
+#[test]
+fn every_chunk_ref_leads_to_the_bytes_that_were_saved() {
+    for path in ["repository/snapshots/1.json", "repository/snapshots/2.json"] {
+        let body = manifest_of(path).body;
+        for entry in body.entries.iter().filter(|entry| entry.tied_to.is_none()) {
+            for chunk in entry.shards.iter().flat_map(|shard| &shard.chunks) {
+                let record = &body.packs[chunk.pack as usize];
+                let bytes = golden(&format!("repository/packs/{}", record.name));
+                assert_eq!(bytes.len() as u64, record.length_bytes);
+                let stored = &bytes[chunk.offset_bytes as usize..][..chunk.stored_length_bytes as usize];
+                assert_eq!(stored, payload(&entry.name));
+                assert_eq!(ChunkDigest::of(stored), chunk.digest);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_manifest_can_be_rebuilt_from_the_part_in_its_pack() {
+    for (path, seq) in [
+        ("repository/packs/1-r0-000000000000002a.pack", 1),
+        ("repository/packs/2-r0-000000000000002a.pack", 2),
+    ] {
+        let (header, footer) = read_pack(path);
+        assert_eq!((header.kind, header.seq, header.rank), (PackKind::Save, seq, 0));
+        assert_eq!(footer.chunks[0].offset_bytes, HEADER_LENGTH_BYTES);
+        let part = footer.part.unwrap();
+        let committed = manifest_of(&format!("repository/snapshots/{seq}.json"));
+        assert_eq!(part.body.entries, committed.body.entries);
+        assert_eq!(part.header.state_digest, committed.header.state_digest);
+        assert_eq!(part.body.packs[0].length_bytes, 0);
+    }
+}
+
+#[test]
+fn a_manifest_of_the_future_is_refused_by_its_version() {
+    let error = manifest::decode("future.json", golden("future.json")).unwrap_err();
+    assert!(
+        matches!(&error, Error::Unsupported { what: "format version", object, found, .. }
+            if object == "future.json" && found == "2"),
+        "{error:?}"
+    );
+}
+
+#[test]
+fn corrupt_manifests_are_refused_where_they_are_corrupt() {
+    let line_length_bytes =
+        golden("corrupt-body.json").iter().position(|&byte| byte == b'\n').unwrap() as u64 + 1;
+    for (path, what, offset_bytes) in [
+        ("corrupt-header.json", "header_digest", 0),
+        ("corrupt-body.json", "digest of the body", line_length_bytes),
+        ("corrupt-length.json", "length of the body", line_length_bytes),
+    ] {
+        match manifest::decode(path, golden(path)).unwrap_err() {
+            Error::Corrupt { object, offset_bytes: found_offset_bytes, what: found_what, .. } => {
+                assert_eq!(
+                    (object.as_str(), found_what.as_str(), found_offset_bytes),
+                    (path, what, offset_bytes)
+                );
+            }
+            other => panic!("{path}: {other:?}"),
+        }
+    }
+}
