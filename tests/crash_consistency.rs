@@ -120,7 +120,7 @@ fn do_work(
     keep_last: Option<usize>,
     work: Work,
 ) -> Result<()> {
-    work(&mut Run { repository, journal, keep_last, state_of: &state_at, tell: &mut |_| {} })
+    work(&mut Run { repository, journal, keep_last, staged: false, state_of: &state_at, tell: &mut |_| {} })
 }
 
 fn rules(keep_last: Option<usize>) -> Vec<Rule> {

@@ -116,6 +116,7 @@ impl Place {
             repository: &repository,
             journal,
             keep_last,
+            staged: true,
             state_of: &state_at,
             tell: &mut |line| self.tell(line),
         });

@@ -13,8 +13,8 @@ pub(crate) struct Journal {
     pub(crate) gone: BTreeSet<u64>,
     /// Acknowledged names, and the steps they stand for.
     pub(crate) pins: BTreeMap<String, u64>,
-    /// Names that may be there or not.
-    pub(crate) open_pins: BTreeSet<String>,
+    /// Names that may be there or not, and the steps they stand for then.
+    pub(crate) open_pins: BTreeMap<String, u64>,
     /// The largest acknowledged seq: none up to it is given again.
     pub(crate) high_water: u64,
 }
@@ -43,7 +43,7 @@ impl Journal {
             }
             "pinning" | "unpinning" => {
                 self.pins.remove(words[1]);
-                self.open_pins.insert(words[1].to_owned());
+                self.open_pins.insert(words[1].to_owned(), step(2));
             }
             "pinned" => {
                 self.open_pins.remove(words[1]);
@@ -56,16 +56,23 @@ impl Journal {
         }
     }
 
+    /// True where a name stands for this step, or may.
+    pub(crate) fn is_named(&self, step: u64) -> bool {
+        self.pins.values().chain(self.open_pins.values()).any(|pinned| *pinned == step)
+    }
+
     /// Steps that a rule `last(count)` may remove once `saved` is there too, and those that it does remove:
     /// what is open takes a place or not.
     pub(crate) fn beyond_last(&self, saved: Option<u64>, count: usize) -> (Vec<u64>, Vec<u64>) {
-        let pinned: BTreeSet<u64> = self.pins.values().copied().collect();
+        let is_pinned = |step: &u64| self.pins.values().any(|pinned| pinned == step);
         let beyond = |steps: BTreeSet<u64>| -> Vec<u64> {
             let old = steps.into_iter().rev().skip(count);
-            old.filter(|step| self.kept.contains_key(step) && !pinned.contains(step)).collect()
+            old.filter(|step| self.kept.contains_key(step) && !is_pinned(step)).collect()
         };
         let known = || self.kept.keys().copied().chain(saved);
-        (beyond(known().chain(self.open.iter().copied()).collect()), beyond(known().collect()))
+        let mut doomed = beyond(known().collect());
+        doomed.retain(|step| !self.open_pins.values().any(|pinned| pinned == step));
+        (beyond(known().chain(self.open.iter().copied()).collect()), doomed)
     }
 
     /// What can be asked for if nothing since `before` has surely reached the medium.
@@ -80,15 +87,17 @@ impl Journal {
             journal.kept.keys().chain(&journal.open).chain(&journal.gone).copied().collect::<Vec<_>>()
         });
         let open = known.filter(|step| !kept.contains_key(step) && !before.gone.contains(step)).collect();
-        let mut open_pins: BTreeSet<String> = before.open_pins.union(&self.open_pins).cloned().collect();
-        open_pins.extend(self.pins.keys().chain(before.pins.keys()).cloned());
+        let mut open_pins = before.open_pins.clone();
+        for pins in [&self.open_pins, &self.pins, &before.pins] {
+            open_pins.extend(pins.iter().map(|(name, step)| (name.clone(), *step)));
+        }
         let pins: BTreeMap<String, u64> = before
             .pins
             .iter()
             .filter(|(name, step)| self.pins.get(*name) == Some(step))
             .map(|(name, step)| (name.clone(), *step))
             .collect();
-        open_pins.retain(|name| !pins.contains_key(name));
+        open_pins.retain(|name, _| !pins.contains_key(name));
         Self { kept, open, gone: before.gone.clone(), pins, open_pins, high_water: before.high_water }
     }
 }

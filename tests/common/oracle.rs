@@ -66,7 +66,7 @@ impl Case<'_> {
     }
 
     /// Every promised snapshot is there and bit-exact, nothing else is but what was under way.
-    fn check_snapshots(&self, repository: &Repository) -> Result<BTreeMap<u64, u64>, String> {
+    pub(crate) fn check_snapshots(&self, repository: &Repository) -> Result<BTreeMap<u64, u64>, String> {
         let found = load_all(repository, self.state_of)?;
         let Journal { kept, open, .. } = self.journal;
         for (step, seq) in kept {
@@ -93,7 +93,8 @@ impl Case<'_> {
         Ok(found)
     }
 
-    fn check_pins(&self, repository: &Repository) -> Result<(), String> {
+    /// Every promised name is there, and no other but what was under way.
+    pub(crate) fn check_pins(&self, repository: &Repository) -> Result<(), String> {
         let found = repository.tags().map_err(|error| error.chain())?;
         for (name, step) in &self.journal.pins {
             let seq = found.get(name).map(|tag| tag.seq);
@@ -102,7 +103,7 @@ impl Case<'_> {
             }
         }
         let known =
-            |name: &String| self.journal.pins.contains_key(name) || self.journal.open_pins.contains(name);
+            |name: &String| self.journal.pins.contains_key(name) || self.journal.open_pins.contains_key(name);
         match found.keys().find(|name| !known(name)) {
             Some(name) => Err(format!("tag {name} was removed or never made")),
             None => Ok(()),

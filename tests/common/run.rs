@@ -14,6 +14,8 @@ pub(crate) struct Run<'a> {
     pub(crate) journal: &'a mut Journal,
     /// The count of the rule `last` that the handle was opened with, if it was.
     pub(crate) keep_last: Option<usize>,
+    /// Stage a copy first, as a background save does; else save while waiting.
+    pub(crate) staged: bool,
     pub(crate) state_of: &'a dyn Fn(u64) -> State,
     /// Gets every line of the journal as it is noted.
     pub(crate) tell: &'a mut dyn FnMut(&str),
@@ -25,7 +27,7 @@ impl Run<'_> {
         (self.tell)(line);
     }
 
-    /// Saves the state of a step, staged as a background save is; retention follows.
+    /// Saves the state of a step; retention follows.
     pub(crate) fn save(&mut self, step: u64) -> Result<()> {
         let (doubtful, doomed) = self.beyond_last(Some(step));
         self.note(&format!("saving {step}"));
@@ -34,8 +36,12 @@ impl Run<'_> {
         }
         let state = (self.state_of)(step);
         let sources: Vec<&[u8]> = state.values().map(Vec::as_slice).collect();
-        let session = self.repository.begin_save(request(step, &state), &sources)?;
-        let report = session.run(&AtomicBool::new(false))?;
+        let (request, cancelled) = (request(step, &state), AtomicBool::new(false));
+        let report = if self.staged {
+            self.repository.begin_save(request, &sources)?.run(&cancelled)?
+        } else {
+            self.repository.save_sync(request, &sources, &cancelled)?
+        };
         self.note(&format!("saved {step} {}", report.header.seq));
         refuse_failed_retention(report)?;
         self.note_deleted(&doomed);
@@ -64,7 +70,7 @@ impl Run<'_> {
 
     /// Names an acknowledged snapshot.
     pub(crate) fn pin(&mut self, name: &str, step: u64) -> Result<()> {
-        self.note(&format!("pinning {name}"));
+        self.note(&format!("pinning {name} {step}"));
         self.repository.pin(self.journal.kept[&step], name)?;
         self.note(&format!("pinned {name} {step}"));
         Ok(())
@@ -72,7 +78,7 @@ impl Run<'_> {
 
     /// Removes a name.
     pub(crate) fn unpin(&mut self, name: &str) -> Result<()> {
-        self.note(&format!("unpinning {name}"));
+        self.note(&format!("unpinning {name} {}", self.journal.pins[name]));
         self.repository.unpin(name)?;
         self.note(&format!("unpinned {name}"));
         Ok(())
