@@ -32,6 +32,19 @@ impl Listing {
         Ok(listing)
     }
 
+    /// Makes what there is durable, then lists it: for a writer that goes on after a crash or a failure.
+    ///
+    /// What lies there may be in memory only. A manifest published for a pack that is not durable, or a pack
+    /// deleted because its manifest seems to be gone, would be half a snapshot after a loss of power.
+    ///
+    /// # Errors
+    /// [`crate::Error::Store`] where syncing or listing fails.
+    pub fn settled(store: &dyn Store) -> Result<Self> {
+        store.sync_folder(Folder::Packs)?;
+        store.sync_folder(Folder::Snapshots)?;
+        Self::read(store)
+    }
+
     /// The largest number that was ever committed here, 0 for none.
     #[must_use]
     pub fn high_water(&self) -> u64 {

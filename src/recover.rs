@@ -30,7 +30,8 @@ pub struct Recovered {
     pub stale_packs: bool,
 }
 
-/// Recovers a repository whose writer lock this process holds, and brings `listing` up to date.
+/// Recovers a repository whose writer lock this process holds, and brings `listing` up to date, which is
+/// that of [`Listing::settled`].
 ///
 /// # Errors
 /// [`crate::Error::Store`] where the store fails; what was done so far is consistent.

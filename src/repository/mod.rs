@@ -147,7 +147,10 @@ impl Repository {
             store.create_folders()?;
             lock = Some(store.lock(&holder())?);
         }
-        let mut listing = Listing::read(store.as_ref())?;
+        let mut listing = match options.access {
+            Access::Write => Listing::settled(store.as_ref())?,
+            Access::Tag | Access::Read => Listing::read(store.as_ref())?,
+        };
         let marker = open_marker(&store, &listing, options.access == Access::Write)?;
         let recovered = if options.access == Access::Write {
             recover::recover(&store, &mut listing)?
@@ -341,8 +344,10 @@ impl Shared {
     /// again.
     fn refreshed(&self) -> Result<MutexGuard<'_, State>> {
         let mut state = self.lock_state();
-        if self.options.access != Access::Write || state.stale_listing {
-            state.listing = Listing::read(self.store.as_ref())?;
+        let is_writer = self.options.access == Access::Write;
+        if !is_writer || state.stale_listing {
+            let list = if is_writer { Listing::settled } else { Listing::read };
+            state.listing = list(self.store.as_ref())?;
             state.stale_listing = false;
             let State { listing, headers, pack_tables, .. } = &mut *state;
             headers.retain(|seq, _| listing.seqs.contains(seq));

@@ -101,6 +101,10 @@ impl Store for MemoryStore {
         Ok(keys.iter().filter_map(|key| shared.objects.remove(key)).map(|bytes| bytes.len() as u64).sum())
     }
 
+    fn sync_folder(&self, _folder: Folder) -> Result<()> {
+        Ok(())
+    }
+
     fn sweep_staged(&self) -> Result<u64> {
         Ok(0)
     }

@@ -168,6 +168,10 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Returns the bytes freed.
     fn delete(&self, folder: Folder, names: &[String]) -> Result<u64>;
 
+    /// Makes the present names of a folder durable, whoever made or removed them: for a writer that goes
+    /// on where another one stopped midway.
+    fn sync_folder(&self, folder: Folder) -> Result<()>;
+
     /// Removes what staged writes of dead processes left behind; returns how many files. Call only
     /// while holding the lock.
     fn sweep_staged(&self) -> Result<u64>;

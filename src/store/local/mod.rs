@@ -168,15 +168,18 @@ impl Store for LocalStore {
             }
         }
         // Also after an error and where nothing was there: an earlier deletion may not be durable yet.
-        let synced = if self.options.sync && !keys.is_empty() {
-            let synced = sync_folder(&self.folder_path(folder));
-            synced.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
-        } else {
-            Ok(())
-        };
+        let synced = if keys.is_empty() { Ok(()) } else { self.sync_folder(folder) };
         unlinked.and(synced)?;
         kill::point("delete.folder_synced");
         Ok(freed_bytes)
+    }
+
+    fn sync_folder(&self, folder: Folder) -> Result<()> {
+        if !self.options.sync {
+            return Ok(());
+        }
+        let synced = sync_folder(&self.folder_path(folder));
+        synced.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
     fn sweep_staged(&self) -> Result<u64> {
