@@ -10,6 +10,7 @@
 //! | `StagedWrite::append` | write |
 //! | `StagedWrite::publish` | sync file, link, sync folder |
 //! | `put` | write, sync file, link or replace, sync folder |
+//! | `sync_folder` | sync folder |
 //! | `delete` | unlink (one for each object that is there), sync folder |
 //! | `sweep_staged` | unlink staged (one for each) |
 //!
@@ -174,13 +175,18 @@ impl SimStore {
         disk.plan.is_some_and(|plan| disk.steps >= plan.at_step)
     }
 
+    /// The mode in force since the planned step.
+    pub(crate) fn fired_mode(&self) -> Option<Mode> {
+        self.disk().present_mode()
+    }
+
     /// Names of the steps begun, for messages: `3: sync file packs/a`.
     pub(crate) fn log(&self) -> Vec<String> {
         self.disk().log.clone()
     }
 
-    /// The disk as a new process finds it, without plan and locks: after a power loss, or with
-    /// `keep_unsynced` after the mere death of the old process.
+    /// The disk as a new process finds it after a power loss, without plan and locks; with `keep_unsynced`
+    /// what was not synced had reached the medium by itself.
     pub(crate) fn after_power_loss(&self, keep_unsynced: bool) -> Self {
         let disk = self.disk();
         let image = if keep_unsynced { disk.live.clone() } else { disk.durable.clone() };
@@ -188,6 +194,20 @@ impl SimStore {
             flaw: disk.flaw,
             live: image.clone(),
             durable: image,
+            next_file: disk.next_file,
+            ..Disk::default()
+        };
+        Self { disk: Arc::new(Mutex::new(next)) }
+    }
+
+    /// The disk as the next process finds it after the mere death of the old one: what was not synced is
+    /// there, and is lost by the next loss of power.
+    pub(crate) fn after_kill(&self) -> Self {
+        let disk = self.disk();
+        let next = Disk {
+            flaw: disk.flaw,
+            live: disk.live.clone(),
+            durable: disk.durable.clone(),
             next_file: disk.next_file,
             ..Disk::default()
         };
@@ -411,6 +431,10 @@ impl Store for SimStore {
         let freed_bytes = keys.iter().try_fold(0, |sum, key| Ok(sum + self.delete_one(key)?));
         let synced = self.disk().sync_folder(folder);
         freed_bytes.and_then(|freed_bytes| synced.map(|()| freed_bytes))
+    }
+
+    fn sync_folder(&self, folder: Folder) -> Result<()> {
+        self.disk().sync_folder(folder)
     }
 
     fn sweep_staged(&self) -> Result<u64> {

@@ -94,6 +94,10 @@ impl Store for Lockless {
         self.inner.delete(folder, names)
     }
 
+    fn sync_folder(&self, folder: Folder) -> Result<()> {
+        self.inner.sync_folder(folder)
+    }
+
     fn sweep_staged(&self) -> Result<u64> {
         self.inner.sweep_staged()
     }
