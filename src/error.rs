@@ -152,12 +152,13 @@ impl Error {
     }
 
     /// Builds [`Error::Corrupt`].
+    #[expect(clippy::needless_pass_by_value, reason = "numbers and texts are given as they come")]
     pub fn corrupt(
         object: impl Into<String>,
         offset_bytes: u64,
         what: impl Into<String>,
-        expected: impl ToString,
-        found: impl ToString,
+        expected: impl std::fmt::Display,
+        found: impl std::fmt::Display,
     ) -> Self {
         Self::Corrupt {
             object: object.into(),
