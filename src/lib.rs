@@ -9,11 +9,16 @@
 //! | bindings | `py` (feature `python`): the only place that names pyo3 |
 //! | background | [`saver`]: saves on a thread of their own |
 //! | facade | [`repository`]: repository, save session, snapshot; clock and randomness |
-//! | act | [`stage`], [`write`], [`read`], [`commit`], [`recover`], [`sweep`], [`verify`] |
-//! | know | [`inflight`]: who reads or writes what |
-//! | decide | [`plan`], [`catalog`], [`retain`]: pure functions |
-//! | bytes | [`codec`], [`format`], [`store`] |
-//! | ground | [`region`], [`tensor`], [`digest`], [`finite`], [`kernel`], [`threads`], [`kill`], [`error`] |
+//! | act on all | [`recover`], [`sweep`], [`verify`]: what concerns the whole repository |
+//! | act on one | [`stage`], [`write`], [`read`], [`commit`]: what makes or reads one snapshot |
+//! | know | [`inflight`], [`listing`]: who reads or writes what, and which snapshots there are |
+//! | choose | [`retain`]: pure, as what it rests on |
+//! | decide | [`plan`], [`catalog`]: pure functions |
+//! | code | [`codec`]: raw bytes to stored bytes and back |
+//! | bytes | [`format`], [`store`] |
+//! | values | [`region`], [`finite`] |
+//! | ground | [`tensor`], [`digest`], [`kernel`], [`threads`], [`kill`] |
+//! | errors | [`error`] |
 //!
 //! # Invariants
 //!
@@ -35,6 +40,7 @@ pub mod format;
 pub mod inflight;
 pub mod kernel;
 pub mod kill;
+pub mod listing;
 pub mod plan;
 pub mod read;
 pub mod recover;

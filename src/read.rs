@@ -12,6 +12,7 @@ use rayon::prelude::*;
 use crate::digest::ChunkDigest;
 use crate::error::{Error, Result};
 use crate::format::model::{Body, Codec};
+use crate::format::pack;
 use crate::kernel;
 use crate::plan::{ReadChunk, ReadGroup, ReadPlan};
 use crate::store::{Folder, Key, ReadAt, Store};
@@ -268,4 +269,23 @@ pub fn check_chunk(packs: &OpenPacks, body: &Body, chunk: &ReadChunk, buffer: &m
     match chunk.reference.codec {
         Codec::Store => verify(name, body, chunk, buffer),
     }
+}
+
+/// Reads and checks header, trailer and footer of a pack.
+///
+/// # Errors
+/// [`crate::Error::Corrupt`] with the offset of what does not fit.
+pub fn read_footer(object_name: &str, object: &dyn ReadAt) -> Result<pack::Footer> {
+    let length_bytes = object.length_bytes();
+    let mut header = vec![0; pack::HEADER_LENGTH_BYTES.min(length_bytes) as usize];
+    object.read_at(0, &mut header)?;
+    let header = pack::decode_header(object_name, &header)?;
+    let mut last = vec![0; pack::TRAILER_LENGTH_BYTES.min(length_bytes) as usize];
+    object.read_at(length_bytes - last.len() as u64, &mut last)?;
+    let trailer = pack::decode_trailer(object_name, length_bytes, &last)?;
+    let mut footer = vec![0; trailer.footer_length_bytes as usize];
+    object.read_at(trailer.footer_offset_bytes, &mut footer)?;
+    let footer = pack::decode_footer(object_name, &trailer, &footer)?;
+    footer.check_origin(object_name, &header)?;
+    Ok(footer)
 }

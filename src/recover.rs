@@ -10,44 +10,12 @@ use std::sync::Arc;
 use crate::commit;
 use crate::error::Result;
 use crate::format::model::PackRecord;
-use crate::format::{names, pack};
+use crate::format::names;
 use crate::kill;
+use crate::listing::Listing;
 use crate::plan::{WrittenPart, assemble};
-use crate::store::{Folder, Key, ReadAt, Store};
-
-/// Commit numbers in a repository, from listings alone.
-#[derive(Clone, Debug, Default)]
-pub struct Listing {
-    /// Snapshots that have a manifest.
-    pub seqs: BTreeSet<u64>,
-    /// Deleted snapshots whose number must not be used again.
-    pub tombstones: BTreeSet<u64>,
-}
-
-impl Listing {
-    /// Lists the manifests and tombstones of a store.
-    ///
-    /// # Errors
-    /// [`crate::Error::Store`] where listing fails.
-    pub fn read(store: &dyn Store) -> Result<Self> {
-        let mut listing = Self::default();
-        for row in store.list(Folder::Snapshots)? {
-            if let Some(seq) = names::parse_manifest_name(&row.name) {
-                listing.seqs.insert(seq);
-            } else if let Some(seq) = names::parse_tombstone_name(&row.name) {
-                listing.tombstones.insert(seq);
-            }
-        }
-        Ok(listing)
-    }
-
-    /// The largest number that was ever committed here, 0 for none.
-    #[must_use]
-    pub fn high_water(&self) -> u64 {
-        let newest = |set: &BTreeSet<u64>| set.last().copied().unwrap_or(0);
-        newest(&self.seqs).max(newest(&self.tombstones))
-    }
-}
+use crate::read::read_footer;
+use crate::store::{Folder, Key, Store};
 
 /// What recovery did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -136,23 +104,4 @@ pub fn read_part(store: &dyn Store, name: &str) -> Result<Option<WrittenPart>> {
     let footer = read_footer(&key.to_string(), object.as_ref())?;
     let pack = PackRecord { name: name.to_owned(), length_bytes: object.length_bytes() };
     Ok(footer.part.map(|part| WrittenPart { part, pack }))
-}
-
-/// Reads and checks header, trailer and footer of a pack.
-///
-/// # Errors
-/// [`crate::Error::Corrupt`] with the offset of what does not fit.
-pub fn read_footer(object_name: &str, object: &dyn ReadAt) -> Result<pack::Footer> {
-    let length_bytes = object.length_bytes();
-    let mut header = vec![0; pack::HEADER_LENGTH_BYTES.min(length_bytes) as usize];
-    object.read_at(0, &mut header)?;
-    let header = pack::decode_header(object_name, &header)?;
-    let mut last = vec![0; pack::TRAILER_LENGTH_BYTES.min(length_bytes) as usize];
-    object.read_at(length_bytes - last.len() as u64, &mut last)?;
-    let trailer = pack::decode_trailer(object_name, length_bytes, &last)?;
-    let mut footer = vec![0; trailer.footer_length_bytes as usize];
-    object.read_at(trailer.footer_offset_bytes, &mut footer)?;
-    let footer = pack::decode_footer(object_name, &trailer, &footer)?;
-    footer.check_origin(object_name, &header)?;
-    Ok(footer)
 }

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::format::names;
 use crate::inflight::Registry;
 use crate::kill;
-use crate::recover::Listing;
+use crate::listing::Listing;
 use crate::store::{Folder, Key, PutMode, Store};
 
 /// Deletes the manifests of `seqs`, durably. If the newest of all is among them, its number is kept

@@ -3,35 +3,37 @@
 //! The only place of the engine with a clock and with randomness. A [`Repository`] is cheap to clone and
 //! safe to use from many threads; one process at a time holds it for writing.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::catalog::{self, Mode, Reference};
 use crate::error::{Error, Result};
-use crate::format::limits;
-use crate::format::manifest;
-use crate::format::marker::Marker;
 use crate::format::model::{Header, Manifest, PackRecord};
-use crate::format::names;
-use crate::format::tag::{self, Tag};
-use crate::inflight::{Hold, Registry};
-use crate::plan::{Base, Want, plan_read};
-use crate::read;
-use crate::recover::{self, Listing, Recovered};
-use crate::retain::{self, Protected, Rule};
+use crate::format::{limits, manifest, names};
+use crate::inflight::Registry;
+use crate::listing::Listing;
+use crate::plan::Base;
+use crate::recover::{self, Recovered};
+use crate::retain::Rule;
 use crate::stage::StagePool;
-use crate::store::{Folder, Key, PutMode, Store, WriterLock};
-use crate::sweep;
+use crate::store::{Folder, Key, Store, WriterLock};
 use crate::threads::Threads;
 use crate::verify;
 
+mod chance;
+mod header;
+mod keeping;
+mod open;
 mod save;
-pub use save::{SaveReport, SaveRequest, SaveSession};
+mod snapshot;
 
-/// Bytes of a manifest that are read to get its header; enough for nearly all.
-const HEADER_READ_BYTES: u64 = 16 * 1024;
+pub use save::{SaveReport, SaveRequest, SaveSession};
+pub use snapshot::Snapshot;
+
+use chance::holder;
+use header::{check_seq, read_header};
+use open::{check_options, open_marker, refuse_foreign};
 
 /// What a handle may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -266,84 +268,6 @@ impl Repository {
         state.base = Some(Arc::new(Base::new(seq, &snapshot.manifest.body, verified)));
     }
 
-    /// What retention would do now, and the bytes it would free; does it unless `dry_run`.
-    pub fn prune(&self, dry_run: bool) -> Result<(retain::Plan, u64)> {
-        if !dry_run {
-            self.shared.must_write("prune")?;
-        }
-        self.shared.retention(dry_run)
-    }
-
-    /// Deletes one snapshot and the packs that only it referred to. A reader that holds it finishes.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] where it has a tag.
-    pub fn delete(&self, seq: u64) -> Result<u64> {
-        self.shared.must_write("delete a snapshot")?;
-        let tags: Vec<String> =
-            self.tags()?.into_iter().filter(|(_, tag)| tag.seq == seq).map(|(name, _)| name).collect();
-        if !tags.is_empty() {
-            return Err(Error::invalid(
-                format!("deletion of snapshot {seq}"),
-                format!("it is pinned; unpin first: {}", tags.join(", ")),
-            ));
-        }
-        if !self.shared.lock_state().listing.seqs.contains(&seq) {
-            return Err(self.shared.no_such_seq(seq));
-        }
-        self.shared.remove(&[seq])
-    }
-
-    /// Names a snapshot; retention keeps it until the name is removed.
-    ///
-    /// # Errors
-    /// [`Error::InvalidInput`] where the name is no legal one or names another snapshot already.
-    pub fn pin(&self, seq: u64, name: &str) -> Result<()> {
-        tag::validate_tag_name(name)?;
-        self.shared.may_tag("pin a snapshot")?;
-        let key = Key::new(Folder::Tags, name)?;
-        self.shared.store.create_folders()?;
-        let bytes = Tag { seq, created_at_unix_ms: now_unix_ms() }.encode()?;
-        match self.shared.store.put(&key, &bytes, PutMode::IfAbsent) {
-            Err(Error::Conflict { .. }) => match self.tags()?.get(name) {
-                Some(known) if known.seq == seq => Ok(()),
-                Some(known) => Err(Error::invalid(
-                    format!("tag `{name}`"),
-                    format!("names snapshot {} already; unpin it first", known.seq),
-                )),
-                None => self.shared.store.put(&key, &bytes, PutMode::Replace),
-            },
-            other => other,
-        }
-    }
-
-    /// Removes a name.
-    ///
-    /// # Errors
-    /// [`Error::SnapshotNotFound`] where there is no such name.
-    pub fn unpin(&self, name: &str) -> Result<()> {
-        self.shared.may_tag("unpin a snapshot")?;
-        let tags = self.tags()?;
-        if !tags.contains_key(name) {
-            let known: Vec<&str> = tags.keys().map(String::as_str).collect();
-            return Err(Error::SnapshotNotFound {
-                reference: format!("tag:{name}"),
-                root: self.root(),
-                reason: if known.is_empty() {
-                    "there are no tags".to_owned()
-                } else {
-                    format!("tags: {}", known.join(", "))
-                },
-            });
-        }
-        self.shared.store.delete(Folder::Tags, &[name.to_owned()]).map(|_| ())
-    }
-
-    /// All readable tags by name; read from the store each time, since other processes may pin.
-    pub fn tags(&self) -> Result<BTreeMap<String, Tag>> {
-        self.shared.tags()
-    }
-
     /// Checks packs and chunks of one snapshot, or of all of them.
     ///
     /// # Errors
@@ -360,7 +284,7 @@ impl Repository {
                 Ok(manifest) => manifests.push(manifest),
                 Err(error @ Error::SnapshotNotFound { .. }) => return Err(error),
                 Err(error) => {
-                    report.add_error(&error, &format!("snapshots/{}", names::manifest_name(seq)), None)
+                    report.add_error(&error, &format!("snapshots/{}", names::manifest_name(seq)), None);
                 }
             }
         }
@@ -392,94 +316,6 @@ impl Repository {
         if let Some(lock) = self.shared.lock.lock().unwrap_or_else(PoisonError::into_inner).take() {
             lock.abandon();
         }
-    }
-}
-
-/// A snapshot that is open for reading.
-#[derive(Debug)]
-pub struct Snapshot {
-    manifest: Manifest,
-    shared: Arc<Shared>,
-    _hold: Hold,
-}
-
-impl Snapshot {
-    /// The decoded, validated manifest.
-    #[must_use]
-    pub fn manifest(&self) -> &Manifest {
-        &self.manifest
-    }
-
-    /// Fills the caller's buffers with wanted regions; returns the verified raw bytes.
-    ///
-    /// # Errors
-    /// As [`read::run`]; [`Error::InvalidInput`] where a want and its buffer don't fit the manifest.
-    pub fn read(&self, wants: &[Want], targets: &mut [&mut [u8]], cancelled: &AtomicBool) -> Result<u64> {
-        let body = &self.manifest.body;
-        for want in wants {
-            let entry = body
-                .entries
-                .get(want.entry)
-                .ok_or_else(|| Error::invalid("entry", "index past the manifest's entries"))?;
-            let length = crate::tensor::raw_length_bytes(&want.region.lengths, entry.stored_dtype);
-            let target = targets.get(want.target).map(|target| target.len() as u64);
-            if !want.region.fits(&entry.shape) || length.is_none() || length != target {
-                return Err(Error::Mismatch {
-                    name: entry.name.clone(),
-                    field: "size",
-                    expected: format!("{target:?} bytes"),
-                    found: format!("{length:?} bytes"),
-                });
-            }
-        }
-        let plan = plan_read(body, wants);
-        read::run(self.shared.store.as_ref(), &self.shared.threads, body, &plan, targets, cancelled)
-    }
-
-    /// Reads and verifies entries without keeping their bytes; returns the raw bytes that were checked.
-    ///
-    /// # Errors
-    /// As [`read::run`].
-    pub fn check(&self, entries: &[usize], cancelled: &AtomicBool) -> Result<u64> {
-        let body = &self.manifest.body;
-        let wants: Vec<Want> = entries
-            .iter()
-            .map(|&entry| {
-                let found = body
-                    .entries
-                    .get(entry)
-                    .ok_or_else(|| Error::invalid("entry", "index past the manifest's entries"))?;
-                Ok(Want { entry, region: crate::tensor::Region::whole(&found.shape), target: 0 })
-            })
-            .collect::<Result<_>>()?;
-        read::check(
-            self.shared.store.as_ref(),
-            &self.shared.threads,
-            body,
-            &plan_read(body, &wants),
-            cancelled,
-        )
-    }
-
-    /// The whole of an entry as one stretch of a file that may be mapped: (path, offset from the file's
-    /// first byte, length in bytes). `None` where its chunks are coded, not consecutive, or not in a file.
-    #[must_use]
-    pub fn mappable(&self, entry: usize) -> Option<(std::path::PathBuf, u64, u64)> {
-        let entry = self.manifest.body.entries.get(entry)?;
-        let [shard] = entry.shards.as_slice() else { return None };
-        let first = shard.chunks.first()?;
-        let mut end = first.offset_bytes;
-        for chunk in &shard.chunks {
-            if chunk.pack != first.pack
-                || chunk.offset_bytes != end
-                || chunk.codec != crate::format::model::Codec::Store
-            {
-                return None;
-            }
-            end += chunk.stored_length_bytes;
-        }
-        let key = Key::new(Folder::Packs, &self.manifest.body.packs.get(first.pack as usize)?.name).ok()?;
-        Some((self.shared.store.local_path(&key)?, first.offset_bytes, end - first.offset_bytes))
     }
 }
 
@@ -577,239 +413,4 @@ impl Shared {
         }
         Ok(listed)
     }
-
-    fn tags(&self) -> Result<BTreeMap<String, Tag>> {
-        let mut tags = BTreeMap::new();
-        for row in self.store.list(Folder::Tags)? {
-            let key = Key::new(Folder::Tags, &row.name)?;
-            match self
-                .store
-                .get(&key, limits::SMALL_OBJECT_LIMIT_BYTES)
-                .and_then(|bytes| Tag::decode(&key.to_string(), &bytes))
-            {
-                Ok(tag) => {
-                    tags.insert(row.name, tag);
-                }
-                Err(error) if error.is_not_found() => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(tags)
-    }
-
-    /// Plans retention and, unless `dry_run`, carries it out.
-    fn retention(&self, dry_run: bool) -> Result<(retain::Plan, u64)> {
-        let listed = self.list()?;
-        let mut protected = Protected { held: self.registry.held_snapshots(), ..Protected::default() };
-        for (name, tag) in self.tags()? {
-            protected.tags.entry(tag.seq).or_default().push(name);
-        }
-        protected.resumed_from = self.lock_state().resumed_from;
-        let plan = retain::plan(&listed.headers, &self.options.rules, &protected);
-        let removed: Vec<u64> = plan.removed.iter().map(|row| row.0).collect();
-        let freed_bytes = if dry_run { self.would_free(&removed)? } else { self.remove(&removed)? };
-        Ok((plan, freed_bytes))
-    }
-
-    /// Bytes of the packs that only these snapshots refer to.
-    fn would_free(&self, removed: &[u64]) -> Result<u64> {
-        let removed: HashSet<u64> = removed.iter().copied().collect();
-        let (mut doomed, mut kept) = (HashMap::new(), HashSet::new());
-        for (seq, table) in self.load_pack_tables()? {
-            for record in table.iter() {
-                if removed.contains(&seq) {
-                    doomed.insert(record.name.clone(), record.length_bytes);
-                } else {
-                    kept.insert(record.name.clone());
-                }
-            }
-        }
-        Ok(doomed.iter().filter(|(name, _)| !kept.contains(*name)).map(|(_, length)| length).sum())
-    }
-
-    /// Deletes manifests, then the packs that no manifest refers to; returns the bytes freed.
-    fn remove(&self, seqs: &[u64]) -> Result<u64> {
-        let mut listing = {
-            let state = self.lock_state();
-            if seqs.is_empty() && !state.stale_packs {
-                return Ok(0);
-            }
-            state.listing.clone()
-        };
-        sweep::delete_manifests(&self.store, &mut listing, seqs)?;
-        {
-            let mut state = self.lock_state();
-            for seq in seqs {
-                state.listing.seqs.remove(seq);
-                state.headers.remove(seq);
-                state.pack_tables.remove(seq);
-            }
-            state.listing.tombstones.extend(&listing.tombstones);
-            if state.base.as_ref().is_some_and(|base| seqs.contains(&base.seq)) {
-                state.base = None;
-            }
-            state.stale_packs = true;
-        }
-        let freed = sweep::delete_packs(&self.store, &self.registry, &mut listing, || {
-            Ok(self
-                .load_pack_tables()?
-                .values()
-                .flat_map(|table| table.iter().map(|record| record.name.clone()))
-                .collect())
-        })?;
-        self.lock_state().stale_packs = false;
-        Ok(freed)
-    }
-
-    /// Pack tables of every snapshot; each manifest is read at most once by this handle.
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`] where a manifest is damaged: what it refers to is unknown, so nothing may be
-    /// deleted.
-    fn load_pack_tables(&self) -> Result<HashMap<u64, Arc<Vec<PackRecord>>>> {
-        let (seqs, mut tables) = {
-            let state = self.lock_state();
-            (state.listing.seqs.clone(), state.pack_tables.clone())
-        };
-        tables.retain(|seq, _| seqs.contains(seq));
-        for seq in seqs {
-            if let std::collections::hash_map::Entry::Vacant(slot) = tables.entry(seq) {
-                let table = Arc::new(self.manifest(seq)?.body.packs);
-                self.lock_state().pack_tables.insert(seq, Arc::clone(&table));
-                slot.insert(table);
-            }
-        }
-        Ok(tables)
-    }
-}
-
-fn check_options(options: &Options) -> Result<()> {
-    let legal = limits::CHUNK_BYTES_RANGE;
-    if !options.chunk_bytes.is_power_of_two() || !legal.contains(&options.chunk_bytes) {
-        return Err(Error::invalid(
-            format!("chunk_bytes {}", options.chunk_bytes),
-            format!("must be a power of two from {} to {}", legal.start(), legal.end()),
-        ));
-    }
-    if options.rank >= options.world_size {
-        return Err(Error::invalid(
-            format!("rank {}", options.rank),
-            format!("must be below the world size: {}", options.world_size),
-        ));
-    }
-    Ok(())
-}
-
-/// Refuses to turn a folder that holds other things into a repository.
-fn refuse_foreign(store: &dyn Store) -> Result<()> {
-    let names: Vec<String> = store.list(Folder::Root)?.into_iter().map(|row| row.name).collect();
-    if names.is_empty() || names.iter().any(|name| name == names::MARKER_NAME) {
-        return Ok(());
-    }
-    let foreign = names.iter().take(3).cloned().collect::<Vec<_>>().join(", ");
-    Err(Error::NotARepository {
-        root: store.root(),
-        reason: format!("the folder holds other files: {foreign}"),
-    })
-}
-
-/// Reads the marker; a writer makes it where there is none, and makes it anew where it is damaged but a
-/// manifest still tells the identity.
-fn open_marker(store: &Arc<dyn Store>, listing: &Listing, writable: bool) -> Result<Marker> {
-    let key = Key::new(Folder::Root, names::MARKER_NAME)?;
-    let found = store.get(&key, limits::SMALL_OBJECT_LIMIT_BYTES).and_then(|bytes| Marker::decode(&bytes));
-    let error = match found {
-        Ok(marker) => {
-            if writable {
-                marker.require_writable()?;
-            }
-            return Ok(marker);
-        }
-        Err(error) if error.is_not_found() || matches!(error, Error::Corrupt { .. }) => error,
-        Err(error) => return Err(error),
-    };
-    let known_id = listing
-        .seqs
-        .iter()
-        .rev()
-        .find_map(|&seq| read_header(store.as_ref(), seq).ok())
-        .map(|header| header.repository_id);
-    let absent = error.is_not_found();
-    match known_id {
-        Some(repository_id) => {
-            let marker = Marker::new(repository_id);
-            if writable {
-                store.put(&key, &marker.encode()?, PutMode::Replace)?;
-            }
-            Ok(marker)
-        }
-        None if absent && writable => {
-            let marker = Marker::new(format!("{:032x}", random_u128()));
-            store.put(&key, &marker.encode()?, PutMode::IfAbsent)?;
-            Ok(marker)
-        }
-        None if absent => Err(Error::NotARepository {
-            root: store.root(),
-            reason: format!("there is no `{}`", names::MARKER_NAME),
-        }),
-        None => Err(error),
-    }
-}
-
-/// Reads the first line of a manifest.
-fn read_header(store: &dyn Store, seq: u64) -> Result<Header> {
-    let key = Key::new(Folder::Snapshots, &names::manifest_name(seq))?;
-    let object = store.open(&key)?;
-    let mut length = HEADER_READ_BYTES.min(object.length_bytes());
-    loop {
-        let mut prefix = vec![0; length as usize];
-        object.read_at(0, &mut prefix)?;
-        if let Some(line) = manifest::decode_header(&key.to_string(), &prefix)? {
-            check_seq(&key, seq, &line.header)?;
-            return Ok(line.header);
-        }
-        if length == object.length_bytes() {
-            return Err(Error::corrupt(
-                key.to_string(),
-                length,
-                "header line",
-                "a line end",
-                "the end of the object",
-            ));
-        }
-        length = (length * 8).min(object.length_bytes());
-    }
-}
-
-/// A manifest that lies under another number than its own was copied or renamed.
-fn check_seq(key: &Key, seq: u64, header: &Header) -> Result<()> {
-    if header.seq == seq {
-        return Ok(());
-    }
-    Err(Error::corrupt(key.to_string(), 0, "seq", seq, header.seq))
-}
-
-/// Who holds the lock, for the one who finds it held.
-fn holder() -> String {
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    format!("process {} on {host} since {} (unix milliseconds)", std::process::id(), now_unix_ms())
-}
-
-#[expect(clippy::disallowed_methods, reason = "the facade is the one place with a clock")]
-fn now_unix_ms() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
-}
-
-/// Random bits from the system; identities, not secrets.
-fn random_u128() -> u128 {
-    use std::hash::{BuildHasher, Hasher};
-    let half = || {
-        let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
-        hasher.write_u32(std::process::id());
-        hasher.write_u64(now_unix_ms());
-        u128::from(hasher.finish())
-    };
-    half() << 64 | half()
 }

@@ -17,7 +17,8 @@ use crate::retain;
 use crate::stage::{self, Staged};
 use crate::write::{EntryInput, WriteJob, write_pack};
 
-use super::{Repository, Shared, now_unix_ms, random_u128};
+use super::chance::{now_unix_ms, random_u128};
+use super::{Repository, Shared};
 
 /// What to save, beside the bytes.
 #[derive(Clone, Debug)]

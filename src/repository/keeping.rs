@@ -1,0 +1,202 @@
+//! What stays and what goes: retention, deletion, pins and tags.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::format::limits;
+use crate::format::model::PackRecord;
+use crate::format::tag::{self, Tag};
+use crate::retain::{self, Protected};
+use crate::store::{Folder, Key, PutMode};
+use crate::sweep;
+
+use super::chance::now_unix_ms;
+use super::{Repository, Shared};
+
+impl Repository {
+    /// What retention would do now, and the bytes it would free; does it unless `dry_run`.
+    pub fn prune(&self, dry_run: bool) -> Result<(retain::Plan, u64)> {
+        if !dry_run {
+            self.shared.must_write("prune")?;
+        }
+        self.shared.retention(dry_run)
+    }
+
+    /// Deletes one snapshot and the packs that only it referred to. A reader that holds it finishes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] where it has a tag.
+    pub fn delete(&self, seq: u64) -> Result<u64> {
+        self.shared.must_write("delete a snapshot")?;
+        let tags: Vec<String> =
+            self.tags()?.into_iter().filter(|(_, tag)| tag.seq == seq).map(|(name, _)| name).collect();
+        if !tags.is_empty() {
+            return Err(Error::invalid(
+                format!("deletion of snapshot {seq}"),
+                format!("it is pinned; unpin first: {}", tags.join(", ")),
+            ));
+        }
+        if !self.shared.lock_state().listing.seqs.contains(&seq) {
+            return Err(self.shared.no_such_seq(seq));
+        }
+        self.shared.remove(&[seq])
+    }
+
+    /// Names a snapshot; retention keeps it until the name is removed.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] where the name is no legal one or names another snapshot already.
+    pub fn pin(&self, seq: u64, name: &str) -> Result<()> {
+        tag::validate_tag_name(name)?;
+        self.shared.may_tag("pin a snapshot")?;
+        let key = Key::new(Folder::Tags, name)?;
+        self.shared.store.create_folders()?;
+        let bytes = Tag { seq, created_at_unix_ms: now_unix_ms() }.encode()?;
+        match self.shared.store.put(&key, &bytes, PutMode::IfAbsent) {
+            Err(Error::Conflict { .. }) => match self.tags()?.get(name) {
+                Some(known) if known.seq == seq => Ok(()),
+                Some(known) => Err(Error::invalid(
+                    format!("tag `{name}`"),
+                    format!("names snapshot {} already; unpin it first", known.seq),
+                )),
+                None => self.shared.store.put(&key, &bytes, PutMode::Replace),
+            },
+            other => other,
+        }
+    }
+
+    /// Removes a name.
+    ///
+    /// # Errors
+    /// [`Error::SnapshotNotFound`] where there is no such name.
+    pub fn unpin(&self, name: &str) -> Result<()> {
+        self.shared.may_tag("unpin a snapshot")?;
+        let tags = self.tags()?;
+        if !tags.contains_key(name) {
+            let known: Vec<&str> = tags.keys().map(String::as_str).collect();
+            return Err(Error::SnapshotNotFound {
+                reference: format!("tag:{name}"),
+                root: self.root(),
+                reason: if known.is_empty() {
+                    "there are no tags".to_owned()
+                } else {
+                    format!("tags: {}", known.join(", "))
+                },
+            });
+        }
+        self.shared.store.delete(Folder::Tags, &[name.to_owned()]).map(|_| ())
+    }
+
+    /// All readable tags by name; read from the store each time, since other processes may pin.
+    pub fn tags(&self) -> Result<BTreeMap<String, Tag>> {
+        self.shared.tags()
+    }
+}
+
+impl Shared {
+    fn tags(&self) -> Result<BTreeMap<String, Tag>> {
+        let mut tags = BTreeMap::new();
+        for row in self.store.list(Folder::Tags)? {
+            let key = Key::new(Folder::Tags, &row.name)?;
+            match self
+                .store
+                .get(&key, limits::SMALL_OBJECT_LIMIT_BYTES)
+                .and_then(|bytes| Tag::decode(&key.to_string(), &bytes))
+            {
+                Ok(tag) => {
+                    tags.insert(row.name, tag);
+                }
+                Err(error) if error.is_not_found() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(tags)
+    }
+
+    /// Plans retention and, unless `dry_run`, carries it out.
+    pub(super) fn retention(&self, dry_run: bool) -> Result<(retain::Plan, u64)> {
+        let listed = self.list()?;
+        let mut protected = Protected { held: self.registry.held_snapshots(), ..Protected::default() };
+        for (name, tag) in self.tags()? {
+            protected.tags.entry(tag.seq).or_default().push(name);
+        }
+        protected.resumed_from = self.lock_state().resumed_from;
+        let plan = retain::plan(&listed.headers, &self.options.rules, &protected);
+        let removed: Vec<u64> = plan.removed.iter().map(|row| row.0).collect();
+        let freed_bytes = if dry_run { self.would_free(&removed)? } else { self.remove(&removed)? };
+        Ok((plan, freed_bytes))
+    }
+
+    /// Bytes of the packs that only these snapshots refer to.
+    fn would_free(&self, removed: &[u64]) -> Result<u64> {
+        let removed: HashSet<u64> = removed.iter().copied().collect();
+        let (mut doomed, mut kept) = (HashMap::new(), HashSet::new());
+        for (seq, table) in self.load_pack_tables()? {
+            for record in table.iter() {
+                if removed.contains(&seq) {
+                    doomed.insert(record.name.clone(), record.length_bytes);
+                } else {
+                    kept.insert(record.name.clone());
+                }
+            }
+        }
+        Ok(doomed.iter().filter(|(name, _)| !kept.contains(*name)).map(|(_, length)| length).sum())
+    }
+
+    /// Deletes manifests, then the packs that no manifest refers to; returns the bytes freed.
+    pub(super) fn remove(&self, seqs: &[u64]) -> Result<u64> {
+        let mut listing = {
+            let state = self.lock_state();
+            if seqs.is_empty() && !state.stale_packs {
+                return Ok(0);
+            }
+            state.listing.clone()
+        };
+        sweep::delete_manifests(&self.store, &mut listing, seqs)?;
+        {
+            let mut state = self.lock_state();
+            for seq in seqs {
+                state.listing.seqs.remove(seq);
+                state.headers.remove(seq);
+                state.pack_tables.remove(seq);
+            }
+            state.listing.tombstones.extend(&listing.tombstones);
+            if state.base.as_ref().is_some_and(|base| seqs.contains(&base.seq)) {
+                state.base = None;
+            }
+            state.stale_packs = true;
+        }
+        let freed = sweep::delete_packs(&self.store, &self.registry, &mut listing, || {
+            Ok(self
+                .load_pack_tables()?
+                .values()
+                .flat_map(|table| table.iter().map(|record| record.name.clone()))
+                .collect())
+        })?;
+        self.lock_state().stale_packs = false;
+        Ok(freed)
+    }
+
+    /// Pack tables of every snapshot; each manifest is read at most once by this handle.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] where a manifest is damaged: what it refers to is unknown, so nothing may be
+    /// deleted.
+    fn load_pack_tables(&self) -> Result<HashMap<u64, Arc<Vec<PackRecord>>>> {
+        let (seqs, mut tables) = {
+            let state = self.lock_state();
+            (state.listing.seqs.clone(), state.pack_tables.clone())
+        };
+        tables.retain(|seq, _| seqs.contains(seq));
+        for seq in seqs {
+            if let Entry::Vacant(slot) = tables.entry(seq) {
+                let table = Arc::new(self.manifest(seq)?.body.packs);
+                self.lock_state().pack_tables.insert(seq, Arc::clone(&table));
+                slot.insert(table);
+            }
+        }
+        Ok(tables)
+    }
+}
