@@ -152,7 +152,6 @@ impl Error {
     }
 
     /// Builds [`Error::Corrupt`].
-    #[expect(clippy::needless_pass_by_value, reason = "numbers and texts are given as they come")]
     pub fn corrupt(
         object: impl Into<String>,
         offset_bytes: u64,

@@ -128,7 +128,7 @@ class _Norm:
     def add(self, values: NDArray[Any]) -> None:
         scale = float(np.abs(values).max(initial=0.0))
         if scale > 0.0:
-            block = math.sqrt(float(np.square(values).sum()))
+            block = scale * math.sqrt(float(np.square(values / scale).sum()))
             self.value = math.hypot(self.value, block)
 
 
