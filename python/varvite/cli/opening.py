@@ -81,7 +81,7 @@ def opened(path: str, *, access: str = "read", keep: Keep | None = None) -> Iter
     alone: dict[str, Any] = {"rank": 0, "world_size": 1}
     # A command is one process, whatever a launcher has left in the environment.
     manager = CheckpointManager(path, read_only=True, keep=keep, **alone)
-    if False:
+    if access != "read":
         manager.close()
         manager = open_for_tags(path) if access == "tag" else CheckpointManager(path, keep=keep, **alone)
     with manager:
