@@ -120,9 +120,7 @@ def measure(length_bytes: int, folder: Path, repeat: int) -> dict[str, Any]:
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda _: None, range(threads)))
         for count in sorted({1, threads}):
-            samples[f"memcpy_{count}"] = _repeat(
-                partial(_copy, source, target, count, pool), 5 * repeat
-            )
+            samples[f"memcpy_{count}"] = _repeat(partial(_copy, source, target, count, pool), 5 * repeat)
         os.sync()
         try:
             direct = _repeat(lambda: _write(source, path, os.O_DIRECT), repeat)
@@ -159,9 +157,7 @@ def _read_samples(
             samples[f"{name}_{count}"] = taken
     host.warm_page_cache(path.parent)
     for count in sorted({1, threads}):
-        samples[f"read_warm_{count}"] = _repeat(
-            partial(_read, target, path, count, 0, pool), 2 * repeat
-        )
+        samples[f"read_warm_{count}"] = _repeat(partial(_read, target, path, count, 0, pool), 2 * repeat)
     return samples
 
 
