@@ -37,7 +37,16 @@ pub fn delete_manifests(store: &Arc<dyn Store>, listing: &mut Listing, seqs: &[u
     Ok(())
 }
 
-/// Deletes the packs that `referenced` does not name and that nobody holds; returns the bytes freed.
+/// What a sweep did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Swept {
+    /// Bytes of the packs that were deleted.
+    pub freed_bytes: u64,
+    /// Packs that nothing refers to, but that somebody holds: left for the next sweep.
+    pub held_count: usize,
+}
+
+/// Deletes the packs that `referenced` does not name and that nobody holds.
 ///
 /// `referenced` is asked *after* the packs are claimed, so that a save that committed in between is
 /// seen. Packs newer than every commit belong to a running save or to recovery and stay.
@@ -49,7 +58,7 @@ pub fn delete_packs(
     registry: &Arc<Registry>,
     listing: &mut Listing,
     referenced: impl FnOnce() -> Result<HashSet<String>>,
-) -> Result<u64> {
+) -> Result<Swept> {
     let high_water = listing.high_water();
     let committed: Vec<String> = store
         .list(Folder::Packs)?
@@ -57,14 +66,16 @@ pub fn delete_packs(
         .map(|row| row.name)
         .filter(|name| names::parse_pack_name(name).is_some_and(|name| name.seq <= high_water))
         .collect();
-    let claim = registry.claim(committed);
+    let claim = registry.claim(committed.iter().cloned());
     let referenced = referenced()?;
-    let doomed: Vec<String> =
-        claim.packs().iter().filter(|name| !referenced.contains(*name)).cloned().collect();
-    let freed = if doomed.is_empty() { 0 } else { store.delete(Folder::Packs, &doomed)? };
+    let (doomed, held): (Vec<String>, Vec<String>) = committed
+        .into_iter()
+        .filter(|name| !referenced.contains(name))
+        .partition(|name| claim.packs().contains(name));
+    let freed_bytes = if doomed.is_empty() { 0 } else { store.delete(Folder::Packs, &doomed)? };
     drop(claim);
     drop_tombstones(store, listing)?;
-    Ok(freed)
+    Ok(Swept { freed_bytes, held_count: held.len() })
 }
 
 /// Removes tombstones that no longer protect anything: a larger number is committed, and no pack of

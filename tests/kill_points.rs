@@ -1,1 +1,1 @@
-
+//! Kill points.

@@ -38,7 +38,7 @@ impl Repository {
                 format!("it is pinned; unpin first: {}", tags.join(", ")),
             ));
         }
-        if !self.shared.lock_state().listing.seqs.contains(&seq) {
+        if !self.shared.refreshed()?.listing.seqs.contains(&seq) {
             return Err(self.shared.no_such_seq(seq));
         }
         self.shared.remove(&[seq])
@@ -147,8 +147,16 @@ impl Shared {
 
     /// Deletes manifests, then the packs that no manifest refers to; returns the bytes freed.
     pub(super) fn remove(&self, seqs: &[u64]) -> Result<u64> {
+        let removed = self.try_remove(seqs);
+        if removed.is_err() {
+            self.lock_state().doubt();
+        }
+        removed
+    }
+
+    fn try_remove(&self, seqs: &[u64]) -> Result<u64> {
         let mut listing = {
-            let state = self.lock_state();
+            let state = self.refreshed()?;
             if seqs.is_empty() && !state.stale_packs {
                 return Ok(0);
             }
@@ -166,17 +174,20 @@ impl Shared {
             if state.base.as_ref().is_some_and(|base| seqs.contains(&base.seq)) {
                 state.base = None;
             }
-            state.stale_packs = true;
+            // Before the sweep: what becomes stale while it runs is for the next one.
+            state.stale_packs = false;
         }
-        let freed = sweep::delete_packs(&self.store, &self.registry, &mut listing, || {
+        let swept = sweep::delete_packs(&self.store, &self.registry, &mut listing, || {
             Ok(self
                 .load_pack_tables()?
                 .values()
                 .flat_map(|table| table.iter().map(|record| record.name.clone()))
                 .collect())
         })?;
-        self.lock_state().stale_packs = false;
-        Ok(freed)
+        let mut state = self.lock_state();
+        state.stale_packs |= swept.held_count > 0;
+        state.listing.tombstones.retain(|seq| listing.tombstones.contains(seq));
+        Ok(swept.freed_bytes)
     }
 
     /// Pack tables of every snapshot; each manifest is read at most once by this handle.

@@ -108,7 +108,18 @@ struct State {
     current: Option<u64>,
     resumed_from: Option<u64>,
     last_tried_seq: u64,
+    /// Packs may lie around that no manifest refers to: the next sweep looks.
     stale_packs: bool,
+    /// Something failed midway, so that the store may have other snapshots than `listing` says.
+    stale_listing: bool,
+}
+
+impl State {
+    /// Notes a failure after which only the store knows what there is.
+    fn doubt(&mut self) {
+        self.stale_packs = true;
+        self.stale_listing = true;
+    }
 }
 
 /// Headers of all readable snapshots, and why others can't be read.
@@ -324,11 +335,13 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state; a handle that does not hold the lock first looks at the store again.
+    /// The state; a handle that does not hold the lock, or that met a failure, first looks at the store
+    /// again.
     fn refreshed(&self) -> Result<MutexGuard<'_, State>> {
         let mut state = self.lock_state();
-        if self.options.access != Access::Write {
+        if self.options.access != Access::Write || state.stale_listing {
             state.listing = Listing::read(self.store.as_ref())?;
+            state.stale_listing = false;
             let State { listing, headers, pack_tables, .. } = &mut *state;
             headers.retain(|seq, _| listing.seqs.contains(seq));
             pack_tables.retain(|seq, _| listing.seqs.contains(seq));

@@ -101,7 +101,7 @@ impl Repository {
 
     fn session(&self, request: SaveRequest) -> Result<SaveSession> {
         self.shared.must_write("save")?;
-        let mut state = self.shared.lock_state();
+        let mut state = self.shared.refreshed()?;
         let seq = state.listing.high_water().max(state.last_tried_seq) + 1;
         // A number is tried once: what a failed save may have left can't be taken for this one.
         state.last_tried_seq = seq;
@@ -139,6 +139,17 @@ impl SaveSession {
     }
 
     fn run_with(self, sources: &[&[u8]], cancelled: &AtomicBool) -> Result<SaveReport> {
+        let shared = Arc::clone(&self.shared);
+        let saved = self.write_and_commit(sources, cancelled);
+        if saved.is_err() {
+            // The pack may lie there, and even the manifest may be visible: a sweep that took the pack of
+            // such a manifest for an orphan would leave half a snapshot.
+            shared.lock_state().doubt();
+        }
+        saved
+    }
+
+    fn write_and_commit(self, sources: &[&[u8]], cancelled: &AtomicBool) -> Result<SaveReport> {
         let shared = Arc::clone(&self.shared);
         let copy_seconds = self.copy_seconds;
         let base = shared.base_for_save();

@@ -6,17 +6,17 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Folder, Key, Listed, Published, PutMode, ReadAt, StagedWrite, Store, WriterLock};
 use crate::error::{Error, Result};
 
-/// Root of every memory store, for messages.
-const ROOT: &str = "memory:";
-
 /// A [`Store`] in memory. Clones share their objects, as two openings of one folder do.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct MemoryStore {
+    /// Unlike that of any other store: holds and claims are kept by root.
+    root: Arc<str>,
     shared: Arc<Mutex<Shared>>,
 }
 
@@ -33,6 +33,10 @@ impl MemoryStore {
         Self::default()
     }
 
+    fn object_name(&self, key: &Key) -> String {
+        format!("{}/{key}", self.root)
+    }
+
     fn lock_shared(&self) -> MutexGuard<'_, Shared> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -41,16 +45,24 @@ impl MemoryStore {
         let mut shared = self.lock_shared();
         if let (PutMode::IfAbsent, Some(present)) = (mode, shared.objects.get(key)) {
             let by = format!("{} bytes lie there", present.len());
-            return Err(Error::Conflict { object: object_name(key), by });
+            return Err(Error::Conflict { object: self.object_name(key), by });
         }
         shared.objects.insert(key.clone(), Arc::new(bytes));
         Ok(())
     }
 }
 
+impl Default for MemoryStore {
+    fn default() -> Self {
+        static COUNT: AtomicU64 = AtomicU64::new(1);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        Self { root: format!("memory:{number}").into(), shared: Arc::default() }
+    }
+}
+
 impl Store for MemoryStore {
     fn root(&self) -> String {
-        ROOT.to_owned()
+        self.root.to_string()
     }
 
     fn create_folders(&self) -> Result<()> {
@@ -71,8 +83,8 @@ impl Store for MemoryStore {
     fn open(&self, key: &Key) -> Result<Box<dyn ReadAt>> {
         let bytes = self.lock_shared().objects.get(key).cloned();
         let missing = || std::io::Error::from(std::io::ErrorKind::NotFound);
-        let bytes = bytes.ok_or_else(|| Error::store("open", object_name(key))(missing()))?;
-        Ok(Box::new(MemoryObject { name: object_name(key), bytes }))
+        let bytes = bytes.ok_or_else(|| Error::store("open", self.object_name(key))(missing()))?;
+        Ok(Box::new(MemoryObject { name: self.object_name(key), bytes }))
     }
 
     fn stage(&self, key: &Key) -> Result<Box<dyn StagedWrite>> {
@@ -115,10 +127,6 @@ impl fmt::Debug for MemoryStore {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "MemoryStore({} objects)", self.lock_shared().objects.len())
     }
-}
-
-fn object_name(key: &Key) -> String {
-    format!("{ROOT}/{key}")
 }
 
 struct MemoryObject {
@@ -179,7 +187,12 @@ impl StagedWrite for MemoryStagedWrite {
 
 impl fmt::Debug for MemoryStagedWrite {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "MemoryStagedWrite({}, {} bytes)", object_name(&self.key), self.bytes.len())
+        write!(
+            formatter,
+            "MemoryStagedWrite({}, {} bytes)",
+            self.store.object_name(&self.key),
+            self.bytes.len()
+        )
     }
 }
 

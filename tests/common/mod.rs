@@ -3,7 +3,11 @@
 #![cfg_attr(test, allow(dead_code, reason = "every test file uses its own part of this module"))]
 #![expect(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
+pub(crate) mod journal;
+pub(crate) mod oracle;
+pub(crate) mod run;
 pub(crate) mod sim_store;
+pub(crate) mod training;
 
 use varvite::error::Error;
 use varvite::store::{Folder, Key, PutMode, Store};

@@ -37,6 +37,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use varvite::error::{Error, Result};
@@ -78,6 +79,17 @@ impl Mode {
         [Self::FailOnce, Self::FailForever, Self::Freeze, Self::Tear, Self::Crash];
 }
 
+/// A promise that the store breaks: a harness that does not notice is worth nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Flaw {
+    /// Syncs of folders confirm and do nothing.
+    NoFolderSync,
+    /// Syncs of files confirm and do nothing.
+    NoFileSync,
+    /// Staged files of dead processes are left lying.
+    NoSweep,
+}
+
 /// The simulated disk. Clones are handles of the same disk.
 #[derive(Clone, Default)]
 pub(crate) struct SimStore {
@@ -86,8 +98,10 @@ pub(crate) struct SimStore {
 
 type FileId = u64;
 
-#[derive(Default)]
 struct Disk {
+    /// Unlike that of any other disk, as the roots of two folders are.
+    root: String,
+    flaw: Option<Flaw>,
     live: Image,
     durable: Image,
     next_file: FileId,
@@ -95,6 +109,23 @@ struct Disk {
     plan: Option<Plan>,
     steps: u64,
     log: Vec<String>,
+}
+
+impl Default for Disk {
+    fn default() -> Self {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        Self {
+            root: format!("{ROOT}{}", COUNT.fetch_add(1, Ordering::Relaxed)),
+            flaw: None,
+            live: Image::default(),
+            durable: Image::default(),
+            next_file: 0,
+            holder: None,
+            plan: None,
+            steps: 0,
+            log: Vec::new(),
+        }
+    }
 }
 
 #[derive(Clone, Default)]
@@ -117,6 +148,11 @@ impl SimStore {
     /// An empty disk without faults.
     pub(crate) fn new() -> Self {
         Self::default()
+    }
+
+    /// Breaks a promise from now on, also after a power loss.
+    pub(crate) fn break_promise(&self, flaw: Flaw) {
+        self.disk().flaw = Some(flaw);
     }
 
     /// Arms a plan; steps count from here, and the log starts anew.
@@ -148,7 +184,13 @@ impl SimStore {
     pub(crate) fn after_power_loss(&self, keep_unsynced: bool) -> Self {
         let disk = self.disk();
         let image = if keep_unsynced { disk.live.clone() } else { disk.durable.clone() };
-        let next = Disk { live: image.clone(), durable: image, next_file: disk.next_file, ..Disk::default() };
+        let next = Disk {
+            flaw: disk.flaw,
+            live: image.clone(),
+            durable: image,
+            next_file: disk.next_file,
+            ..Disk::default()
+        };
         Self { disk: Arc::new(Mutex::new(next)) }
     }
 
@@ -248,7 +290,7 @@ impl Disk {
     }
 
     fn sync_file(&mut self, file: FileId, key: &Key) -> Result<()> {
-        if self.step("sync file", object_name(key))? {
+        if self.step("sync file", object_name(key))? && self.flaw != Some(Flaw::NoFileSync) {
             self.persist_file(file);
         }
         Ok(())
@@ -273,7 +315,8 @@ impl Disk {
     }
 
     fn sync_folder(&mut self, folder: Folder) -> Result<()> {
-        if !self.step("sync folder", format!("{ROOT}/{}", folder.name()))? {
+        let reaches_the_medium = self.step("sync folder", format!("{ROOT}/{}", folder.name()))?;
+        if !reaches_the_medium || self.flaw == Some(Flaw::NoFolderSync) {
             return Ok(());
         }
         self.durable.objects.retain(|key, _| key.folder() != folder);
@@ -311,7 +354,7 @@ impl Image {
 
 impl Store for SimStore {
     fn root(&self) -> String {
-        ROOT.to_owned()
+        self.disk().root.clone()
     }
 
     fn create_folders(&self) -> Result<()> {
@@ -372,6 +415,9 @@ impl Store for SimStore {
 
     fn sweep_staged(&self) -> Result<u64> {
         let mut disk = self.disk();
+        if disk.flaw == Some(Flaw::NoSweep) {
+            return Ok(0);
+        }
         let staged: Vec<FileId> = disk.live.staged.iter().copied().collect();
         for file in &staged {
             disk.step("unlink staged", format!("{ROOT}/tmp/{file}"))?;
@@ -384,7 +430,7 @@ impl Store for SimStore {
         let mut disk = self.disk();
         disk.refuse_if_dead("lock", ROOT)?;
         if let Some(holder) = disk.holder.clone() {
-            return Err(Error::Locked { root: ROOT.to_owned(), holder });
+            return Err(Error::Locked { root: disk.root.clone(), holder });
         }
         disk.holder = Some(holder.to_owned());
         Ok(Box::new(SimLock { store: self.clone() }))
