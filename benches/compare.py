@@ -36,6 +36,7 @@ GROWTH_SAVES = 20
 # A loop of one kind of sample ends early when it has used this up; the peers, whose growth has
 # no figure to reach, get less of it than Varvite.
 BUDGET_SECONDS = 4.0
+LOAD_BUDGET_SECONDS = {True: 15.0, False: 4.0}
 SAVE_BUDGET_SECONDS = {True: 90.0, False: 12.0}
 FILL_BUDGET_SECONDS = 90.0
 SHORT_LOADS = 3
@@ -194,7 +195,10 @@ class Run:
             "repeat": SETTLED_SAVES + GROWTH_SAVES - 1 if is_long else repeat,
             "budget_seconds": SAVE_BUDGET_SECONDS[name == "varvite"] if is_long else BUDGET_SECONDS,
         }
-        loads = {"repeat": repeat if is_long else min(repeat, SHORT_LOADS), "budget_seconds": BUDGET_SECONDS}
+        loads = {
+            "repeat": repeat if is_long else min(repeat, SHORT_LOADS),
+            "budget_seconds": LOAD_BUDGET_SECONDS[name == "varvite"],
+        }
         try:
             run["save"] = worker.run("save", task | saves)
             run["load"] = worker.run("load", task | loads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from comparison.figures import MIB, figures
@@ -96,10 +97,11 @@ def _limits(raw: dict[str, Any]) -> str:
                 count,
                 f"{seconds * 1e3:.1f}",
                 f"{raw['length_bytes'] / seconds / 1e9:.2f}",
-                f"{min(taken) * 1e3:.1f} .. {max(taken) * 1e3:.1f}",
+                f"{statistics.median(taken) * 1e3:.1f}",
+                f"{max(taken) * 1e3:.1f}",
             ]
         )
-    return table(["raw limit", "threads", "ms", "GB/s", "spread, ms"], rows)
+    return table(["raw limit", "threads", "best ms", "GB/s", "median ms", "worst ms"], rows)
 
 
 def _ratio(seconds: float, raw: dict[str, Any] | None, name: str) -> str:
