@@ -25,6 +25,35 @@ pub const POINTS: [&str; 18] = [
     "recover.published",
 ];
 
+/// Points of one object's way from memory to a durable name.
+#[derive(Clone, Copy)]
+pub(crate) struct Steps {
+    /// All bytes are handed to the file.
+    pub(crate) written: &'static str,
+    /// The file is synced.
+    pub(crate) synced: &'static str,
+    /// The object is visible.
+    pub(crate) renamed: &'static str,
+    /// Its name is durable.
+    pub(crate) folder_synced: &'static str,
+}
+
+/// Points of a pack, and of any other large object.
+pub(crate) const PUBLISH: Steps = Steps {
+    written: "publish.written",
+    synced: "publish.synced",
+    renamed: "publish.renamed",
+    folder_synced: "publish.folder_synced",
+};
+
+/// Points of a manifest, and of any other small object.
+pub(crate) const PUT: Steps = Steps {
+    written: "put.written",
+    synced: "put.synced",
+    renamed: "put.renamed",
+    folder_synced: "put.folder_synced",
+};
+
 #[cfg(feature = "kill-points")]
 mod armed {
     use std::sync::Mutex;

@@ -338,7 +338,7 @@ fn join_packs(packs: &mut Vec<PackRecord>, written: &WrittenPart) -> Vec<u32> {
 }
 
 /// Adds a rank's share of an entry to what other ranks gave.
-fn join_entry(entries: &mut BTreeMap<(String, Option<u32>), Entry>, entry: Entry) -> Result<()> {
+fn join_entry(entries: &mut BTreeMap<(String, Option<u32>), Entry>, mut entry: Entry) -> Result<()> {
     let key = (entry.name.clone(), entry.rank);
     let Some(known) = entries.get_mut(&key) else {
         entries.insert(key, entry);
@@ -361,8 +361,9 @@ fn join_entry(entries: &mut BTreeMap<(String, Option<u32>), Entry>, entry: Entry
             .find(|other| other.offsets == shard.offsets && other.lengths == shard.lengths)
         {
             None => {
-                known.nonfinite =
-                    known.nonfinite.zip(entry.nonfinite).map(|(left, right)| left.saturating_add(right));
+                // Once, however many shards of the entry this rank holds; a replica is counted already.
+                let counted = entry.nonfinite.take();
+                known.nonfinite = known.nonfinite.into_iter().chain(counted).reduce(u64::saturating_add);
                 known.shards.push(shard);
             }
             Some(replica) => {
@@ -428,8 +429,11 @@ impl<'a> Reuse<'a> {
     ) -> HashSet<u32> {
         let Some(base) = self.base else { return HashSet::new() };
         let mut live: HashMap<u32, u64> = HashMap::new();
+        let mut seen = HashSet::new();
         for (digest, raw_length_bytes) in held {
-            if let Some(reference) = base.find(digest, raw_length_bytes) {
+            if seen.insert((digest, raw_length_bytes))
+                && let Some(reference) = base.find(digest, raw_length_bytes)
+            {
                 let bytes = live.entry(reference.pack).or_insert(0);
                 *bytes = bytes.saturating_add(reference.stored_length_bytes);
             }

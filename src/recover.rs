@@ -26,7 +26,7 @@ pub struct Recovered {
     pub published: Vec<u64>,
     /// Packs that were removed because their save never finished.
     pub orphans: Vec<String>,
-    /// True where older packs have no manifest: the next sweep looks at them.
+    /// True where older packs have no manifest, or a rank has two of one seq: the next sweep looks at them.
     pub stale_packs: bool,
 }
 
@@ -39,11 +39,12 @@ pub fn recover(store: &Arc<dyn Store>, listing: &mut Listing) -> Result<Recovere
     kill::point("recover.swept");
     let high_water = listing.high_water();
     let mut unfinished: BTreeMap<u64, Vec<String>> = BTreeMap::new();
+    let mut writers = BTreeSet::new();
     for row in store.list(Folder::Packs)? {
         let Some(name) = names::parse_pack_name(&row.name) else { continue };
         if name.seq > high_water {
             unfinished.entry(name.seq).or_default().push(row.name);
-        } else if !listing.seqs.contains(&name.seq) {
+        } else if !listing.seqs.contains(&name.seq) || !writers.insert((name.seq, name.rank)) {
             recovered.stale_packs = true;
         }
     }

@@ -9,7 +9,7 @@
 use std::ffi::c_int;
 use std::path::Path;
 
-use memmap2::{MmapMut, MmapOptions};
+use memmap2::{MmapAsRawDesc, MmapMut, MmapOptions};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::intern;
@@ -161,7 +161,7 @@ pub(crate) struct MappedPack {
 
 impl MappedPack {
     /// Maps a whole file copy-on-write.
-    pub(crate) fn open(path: &Path, file: &std::fs::File) -> Result<Self> {
+    pub(crate) fn open(path: &Path, file: impl MmapAsRawDesc) -> Result<Self> {
         // SAFETY: a published pack is immutable: Varvite never writes or truncates one, and a deletion
         // leaves the mapping intact. Another program that truncates it makes later reads raise SIGBUS;
         // the docstring of `load(mmap=True)` says so, and the default mode never maps.

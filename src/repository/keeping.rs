@@ -47,35 +47,45 @@ impl Repository {
     /// Names a snapshot; retention keeps it until the name is removed.
     ///
     /// # Errors
-    /// [`Error::InvalidInput`] where the name is no legal one or names another snapshot already.
+    /// [`Error::InvalidInput`] where the name is no legal one or names another snapshot already;
+    /// [`Error::SnapshotNotFound`] where there is no such snapshot, or no more.
     pub fn pin(&self, seq: u64, name: &str) -> Result<()> {
         tag::validate_tag_name(name)?;
         self.shared.may_tag("pin a snapshot")?;
+        self.shared.require_manifest(seq)?;
         let key = Key::new(Folder::Tags, name)?;
         self.shared.store.create_folders()?;
         let bytes = Tag { seq, created_at_unix_ms: now_unix_ms() }.encode()?;
         match self.shared.store.put(&key, &bytes, PutMode::IfAbsent) {
             Err(Error::Conflict { .. }) => match self.tags()?.get(name) {
-                Some(known) if known.seq == seq => Ok(()),
-                Some(known) => Err(Error::invalid(
-                    format!("tag `{name}`"),
-                    format!("names snapshot {} already; unpin it first", known.seq),
-                )),
-                None => self.shared.store.put(&key, &bytes, PutMode::Replace),
+                Some(known) if known.seq == seq => return Ok(()),
+                Some(known) => {
+                    return Err(Error::invalid(
+                        format!("tag `{name}`"),
+                        format!("names snapshot {} already; unpin it first", known.seq),
+                    ));
+                }
+                None => self.shared.store.put(&key, &bytes, PutMode::Replace)?,
             },
-            other => other,
+            other => other?,
         }
+        // The writer may have deleted it since, not knowing of the tag.
+        let there = self.shared.require_manifest(seq);
+        if there.is_err() {
+            self.shared.store.delete(Folder::Tags, &[name.to_owned()])?;
+        }
+        there
     }
 
-    /// Removes a name.
+    /// Removes a name, also one whose tag is damaged.
     ///
     /// # Errors
     /// [`Error::SnapshotNotFound`] where there is no such name.
     pub fn unpin(&self, name: &str) -> Result<()> {
         self.shared.may_tag("unpin a snapshot")?;
-        let tags = self.tags()?;
-        if !tags.contains_key(name) {
-            let known: Vec<&str> = tags.keys().map(String::as_str).collect();
+        let known: Vec<String> =
+            self.shared.store.list(Folder::Tags)?.into_iter().map(|row| row.name).collect();
+        if !known.iter().any(|known| known == name) {
             return Err(Error::SnapshotNotFound {
                 reference: format!("tag:{name}"),
                 root: self.root(),

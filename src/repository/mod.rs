@@ -266,6 +266,8 @@ impl Repository {
         if !gone.is_empty() {
             return Err(self.shared.no_such_seq(seq));
         }
+        // Packs are claimed for deletion only after the manifest is gone: while it is there, they are held.
+        self.shared.require_manifest(seq)?;
         Ok(Snapshot { manifest, shared: Arc::clone(&self.shared), _hold: hold })
     }
 
@@ -386,6 +388,15 @@ impl Shared {
             reference: format!("seq:{seq}"),
             root: self.store.root(),
             reason: "it is not there, or no more".to_owned(),
+        }
+    }
+
+    /// Says whether the store has the manifest now.
+    fn require_manifest(&self, seq: u64) -> Result<()> {
+        let key = Key::new(Folder::Snapshots, &names::manifest_name(seq))?;
+        match self.store.open(&key) {
+            Err(error) if error.is_not_found() => Err(self.no_such_seq(seq)),
+            opened => opened.map(|_| ()),
         }
     }
 

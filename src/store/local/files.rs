@@ -17,6 +17,7 @@ use rustix::fs::{CWD, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
+use crate::kill;
 use crate::store::PutMode;
 
 /// A file in `tmp/` that will become the object `target`. Dropping it removes it.
@@ -77,7 +78,7 @@ impl StagedFile {
     }
 
     /// Makes the bytes durable, the object visible under its name, and the name durable; returns the
-    /// seconds spent on that.
+    /// seconds spent on that. Tests may kill the process at each of `points`.
     ///
     /// The descriptor is closed unchecked: after a successful `fsync` there is nothing left that a
     /// close could fail to write.
@@ -86,19 +87,24 @@ impl StagedFile {
     /// [`Error::Conflict`] where `mode` is [`PutMode::IfAbsent`] and the object exists. After every
     /// error the staged file is gone; where the last sync failed, the object is visible but may not
     /// survive a power loss.
-    pub(super) fn publish(self, mode: PutMode) -> Result<f64> {
+    pub(super) fn publish(self, mode: PutMode, points: kill::Steps) -> Result<f64> {
+        let kill::Steps { written, synced, renamed, folder_synced } = points;
         let start = Instant::now();
+        kill::point(written);
         if self.sync {
             self.file.sync_all().map_err(Error::store("sync", self.object()))?;
         }
+        kill::point(synced);
         match mode {
             PutMode::IfAbsent => self.rename_if_absent()?,
             PutMode::Replace => fs::rename(&self.path, &self.target)
                 .map_err(Error::store("rename the staged file to", self.object()))?,
         }
+        kill::point(renamed);
         if self.sync {
             sync_folder(parent(&self.target))?;
         }
+        kill::point(folder_synced);
         Ok(seconds(start.elapsed()))
     }
 

@@ -30,6 +30,7 @@ use self::object::LocalObject;
 use self::staged::LocalStagedWrite;
 use super::{Folder, Key, Listed, PutMode, ReadAt, StagedWrite, Store, WriterLock};
 use crate::error::{Error, Result};
+use crate::kill;
 
 /// Folder of staged files below the root.
 const STAGED_FOLDER: &str = "tmp";
@@ -146,7 +147,7 @@ impl Store for LocalStore {
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
         let staged = self.create_staged(key)?;
         staged.write_at(0, bytes)?;
-        staged.publish(mode).map(|_seconds| ())
+        staged.publish(mode, kill::PUT).map(|_seconds| ())
     }
 
     fn delete(&self, folder: Folder, names: &[String]) -> Result<u64> {
@@ -156,7 +157,10 @@ impl Store for LocalStore {
         let mut unlinked = Ok(());
         for key in &keys {
             match unlink(&self.object_path(key)) {
-                Ok(length_bytes) => freed_bytes += length_bytes,
+                Ok(length_bytes) => {
+                    freed_bytes += length_bytes;
+                    kill::point("delete.unlinked");
+                }
                 Err(error) => {
                     unlinked = Err(error);
                     break;
@@ -170,7 +174,9 @@ impl Store for LocalStore {
         } else {
             Ok(())
         };
-        unlinked.and(synced).map(|()| freed_bytes)
+        unlinked.and(synced)?;
+        kill::point("delete.folder_synced");
+        Ok(freed_bytes)
     }
 
     fn sweep_staged(&self) -> Result<u64> {

@@ -17,6 +17,7 @@ use super::blocks::{Block, BlockPool};
 use super::files::{StagedFile, is_errno, seconds};
 use super::writers::{Failure, Writers};
 use crate::error::{Error, Result};
+use crate::kill;
 use crate::store::{Published, PutMode, StagedWrite};
 
 /// A staged write of a local store.
@@ -173,7 +174,7 @@ impl StagedWrite for LocalStagedWrite {
         let Some(staged) = self.staged.take() else {
             return Err(Error::Poisoned { first: self.first_failure.clone() });
         };
-        let sync_seconds = staged.publish(PutMode::IfAbsent)?;
+        let sync_seconds = staged.publish(PutMode::IfAbsent, kill::PUBLISH)?;
         Ok(Published { length_bytes: self.position_bytes, drain_seconds, sync_seconds })
     }
 }

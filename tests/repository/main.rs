@@ -1,0 +1,13 @@
+//! What the facade promises, with values: each file one group of promises.
+
+#![expect(clippy::unwrap_used, reason = "a test that can't go on fails")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod keeping;
+mod opening;
+mod ranks;
+mod reuse;
+mod round_trip;
+mod tensors;
