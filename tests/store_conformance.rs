@@ -100,11 +100,8 @@ fn read(object: &dyn ReadAt) -> Vec<u8> {
 }
 
 /// The full name under which a store speaks of an object.
-///
-/// Simulated disks all speak of `sim:`; the number in their roots only keeps their holds apart.
 fn full_name(store: &dyn Store, key: &Key) -> String {
-    let root = store.root();
-    format!("{}/{key}", if root.starts_with("sim:") { "sim:" } else { &root })
+    format!("{}/{key}", store.root())
 }
 
 fn assert_conflict(error: &Error, store: &dyn Store, key: &Key, present_bytes: usize) {
