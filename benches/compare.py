@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,9 +35,11 @@ DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / "benchmark-run"
 GROWTH_SAVES = 20
 # A loop of one kind of sample ends early when it has used this up; the peers, whose growth has
 # no figure to reach, get less of it than Varvite.
-BUDGET_SECONDS = 6.0
-SAVE_BUDGET_SECONDS = {True: 90.0, False: 25.0}
+BUDGET_SECONDS = 4.0
+LOAD_BUDGET_SECONDS = {True: 15.0, False: 4.0}
+SAVE_BUDGET_SECONDS = {True: 90.0, False: 12.0}
 FILL_BUDGET_SECONDS = 90.0
+SHORT_LOADS = 3
 LIMIT_REPEATS = 3
 OPEN_RUNS = 5
 
@@ -77,9 +80,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full sizes")
-    parser.add_argument(
-        "--only", type=_names(WORKLOADS), default=list(WORKLOADS), help="workloads, by comma"
-    )
+    parser.add_argument("--only", type=_names(WORKLOADS), default=list(WORKLOADS), help="workloads, by comma")
     parser.add_argument(
         "--peers", type=_names(PEERS), default=None, help=f"of {','.join(PEERS)}; all that are here"
     )
@@ -149,7 +150,7 @@ class Run:
         begin = time.perf_counter()
         try:
             action()
-        except worker.MeasurementFailed as error:
+        except (worker.MeasurementError, subprocess.CalledProcessError) as error:
             self.results["failures"].append((what, str(error)))
             print(f"{what}: failed", file=sys.stderr, flush=True)
         else:
@@ -194,7 +195,10 @@ class Run:
             "repeat": SETTLED_SAVES + GROWTH_SAVES - 1 if is_long else repeat,
             "budget_seconds": SAVE_BUDGET_SECONDS[name == "varvite"] if is_long else BUDGET_SECONDS,
         }
-        loads = {"repeat": repeat, "budget_seconds": BUDGET_SECONDS}
+        loads = {
+            "repeat": repeat if is_long else min(repeat, SHORT_LOADS),
+            "budget_seconds": LOAD_BUDGET_SECONDS[name == "varvite"],
+        }
         try:
             run["save"] = worker.run("save", task | saves)
             run["load"] = worker.run("load", task | loads)

@@ -43,7 +43,7 @@ MARKER = ".varvite-demo"
 POLL_SECONDS = 0.004
 STALL_SECONDS = 180.0
 # How long after its cue a kill comes, at most: about as long as what it is to hit.
-MAX_DELAY_SECONDS = {"step": 0.15, "save": 0.15, "resume": 0.1}
+MAX_DELAY_SECONDS = {"step": 0.15, "save": 0.06, "resume": 0.1}
 
 
 class DemoError(Exception):

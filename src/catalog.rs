@@ -3,6 +3,7 @@
 //! Order is the order of commits (seq), never of steps or file times: after a rollback the abandoned
 //! future does not come back.
 
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
@@ -110,10 +111,10 @@ pub fn best<'a>(
         let better = match best {
             _ if value.is_nan() => false,
             None => true,
-            Some((known, holder)) if known == value => header.seq > holder.seq,
-            Some((known, _)) => match mode {
-                Mode::Min => value < known,
-                Mode::Max => value > known,
+            Some((known, holder)) => match (value.total_cmp(&known), mode) {
+                (Ordering::Equal, _) => header.seq > holder.seq,
+                (order, Mode::Min) => order == Ordering::Less,
+                (order, Mode::Max) => order == Ordering::Greater,
             },
         };
         if better {

@@ -156,8 +156,8 @@ impl Error {
         object: impl Into<String>,
         offset_bytes: u64,
         what: impl Into<String>,
-        expected: impl ToString,
-        found: impl ToString,
+        expected: impl std::fmt::Display,
+        found: impl std::fmt::Display,
     ) -> Self {
         Self::Corrupt {
             object: object.into(),

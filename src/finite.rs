@@ -38,8 +38,7 @@ fn count_any(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
 }
 
 /// Counts words for which `bad` holds, in blocks whose counters the compiler keeps in vector registers.
-#[inline(always)]
-#[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
+#[inline]
 fn count<const WIDTH: usize>(bytes: &[u8], bad: impl Fn([u8; WIDTH]) -> bool) -> u64 {
     const BLOCK_WORDS: usize = 4096;
     let (words, _) = bytes.as_chunks::<WIDTH>();

@@ -49,6 +49,7 @@ unsafe fn with_avx2<T>(compute: impl FnOnce() -> T) -> T {
 /// The processor must have AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
+#[expect(clippy::cast_ptr_alignment, reason = "loads may be unaligned; stores are aligned by the head")]
 unsafe fn stream_avx2(target: &mut [u8], source: &[u8]) {
     use std::arch::x86_64::{
         __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256,

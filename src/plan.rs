@@ -158,7 +158,7 @@ pub fn plan_read(body: &Body, wants: &[Want]) -> ReadPlan {
                     done += length;
                     match chunks.last_mut() {
                         Some(last) if last.reference == reference && last.entry == want.entry => {
-                            last.pieces.push(piece)
+                            last.pieces.push(piece);
                         }
                         _ => chunks.push(ReadChunk {
                             reference,
@@ -207,7 +207,7 @@ fn group(chunks: Vec<ReadChunk>) -> Vec<ReadGroup> {
                 last.chunks.push(chunk);
             }
             _ => {
-                groups.push(ReadGroup { pack: chunk.reference.pack, range: start..end, chunks: vec![chunk] })
+                groups.push(ReadGroup { pack: chunk.reference.pack, range: start..end, chunks: vec![chunk] });
             }
         }
     }

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
@@ -20,6 +21,9 @@ use crate::threads::Threads;
 
 /// Reads that the store is told of before it is asked for them: what keeps a cold medium busy.
 const READ_AHEAD_GROUPS: usize = 16;
+/// A read of one group that takes longer came from a cold medium: from then on reads are announced.
+/// Announcing what is in memory already would cost a tenth of a load.
+const WARM_READ_LIMIT: Duration = Duration::from_millis(1);
 
 /// The open packs of a body, by index in its pack table.
 #[derive(Debug)]
@@ -104,6 +108,7 @@ pub fn run(
     let buffers = Buffers::default();
     let verified = AtomicU64::new(0);
     let failed = AtomicBool::new(false);
+    let cold = AtomicBool::new(false);
     let queue = Mutex::new(jobs.into_iter().enumerate());
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
     // Threads take reads in the order of the packs, so that the medium sees one forward pass.
@@ -116,11 +121,19 @@ pub fn run(
                 if cancelled.load(Ordering::Relaxed) {
                     return Err(Error::Interrupted);
                 }
-                if let Some(later) = plan.groups.get(index + READ_AHEAD_GROUPS) {
+                if cold.load(Ordering::Relaxed)
+                    && let Some(later) = plan.groups.get(index + READ_AHEAD_GROUPS)
+                {
                     packs.get(later.pack)?.1.will_read(later.range.clone());
                 }
+                let started = Instant::now();
                 match read_group(&packs, body, group, slices, buffer) {
-                    Ok(bytes) => verified.fetch_add(bytes, Ordering::Relaxed),
+                    Ok(bytes) => {
+                        if started.elapsed() > WARM_READ_LIMIT {
+                            cold.store(true, Ordering::Relaxed);
+                        }
+                        verified.fetch_add(bytes, Ordering::Relaxed)
+                    }
                     Err(error) => {
                         failed.store(true, Ordering::Relaxed);
                         return Err(error);

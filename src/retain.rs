@@ -130,7 +130,7 @@ pub fn plan(headers: &[Arc<Header>], rules: &[Rule], protected: &Protected) -> P
         match reasons.remove(&header.seq) {
             Some(reasons) => plan.kept.push((header.seq, header.step, reasons)),
             None if rules.is_empty() => {
-                plan.kept.push((header.seq, header.step, vec!["no policy".to_owned()]))
+                plan.kept.push((header.seq, header.step, vec!["no policy".to_owned()]));
             }
             None if replaced.contains(&header.seq) => {
                 plan.removed.push((

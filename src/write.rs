@@ -399,7 +399,8 @@ fn make_part(
                     format!("`{target}` is no entry of this save, or a tie itself"),
                 )
             })?;
-        entries[index].shards = entries[target].shards.clone();
+        let shards = entries[target].shards.clone();
+        entries[index].shards = shards;
         entries[index].nonfinite = entries[target].nonfinite;
     }
     entries.sort_by(|left, right| (&left.name, left.rank).cmp(&(&right.name, right.rank)));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from comparison.figures import MIB, figures
@@ -52,9 +53,11 @@ def _machine(results: dict[str, Any]) -> str:
     machine, settings = results["machine"], results["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
-        f"{machine['processor']}, {machine['cores']} cores, "
-        f"{machine['memory_bytes'] / 1e9:.0f} GB, Linux {machine['kernel']}, "
-        f"{machine['file_system']}, Python {machine['python']}.",
+        (
+            f"{machine['processor']}, {machine['cores']} cores, "
+            f"{machine['memory_bytes'] / 1e9:.0f} GB, Linux {machine['kernel']}, "
+            f"{machine['file_system']}, Python {machine['python']}."
+        ),
         f"{versions}.",
         f"Scale {settings['scale']:g}; load average at the start {machine['load_average']:.2f}.",
     ]
@@ -94,10 +97,11 @@ def _limits(raw: dict[str, Any]) -> str:
                 count,
                 f"{seconds * 1e3:.1f}",
                 f"{raw['length_bytes'] / seconds / 1e9:.2f}",
-                f"{min(taken) * 1e3:.1f} .. {max(taken) * 1e3:.1f}",
+                f"{statistics.median(taken) * 1e3:.1f}",
+                f"{max(taken) * 1e3:.1f}",
             ]
         )
-    return table(["raw limit", "threads", "ms", "GB/s", "spread, ms"], rows)
+    return table(["raw limit", "threads", "best ms", "GB/s", "median ms", "worst ms"], rows)
 
 
 def _ratio(seconds: float, raw: dict[str, Any] | None, name: str) -> str:
@@ -174,15 +178,18 @@ def _against_peers(found: dict[str, Summary]) -> str:
     for name, theirs in found.items():
         if name == "varvite":
             continue
-        pairs = (
+        pairs: list[tuple[float, float] | None] = [
             (theirs.blocked_seconds, ours.blocked_seconds),
             (theirs.durable_seconds, ours.durable_seconds),
             (theirs.cpu_seconds, ours.cpu_seconds),
-            (theirs.best_load.warm_seconds, ours.best_load.warm_seconds),
-            (theirs.best_load.cold_seconds, ours.best_load.cold_seconds),
+            None,
+            None,
             (theirs.written_bytes, ours.written_bytes),
-        )
-        cells = [f"{other / own:.2f}" if own else "-" for other, own in pairs]
+        ]
+        if theirs.best_load and ours.best_load:
+            pairs[3] = (theirs.best_load.warm_seconds, ours.best_load.warm_seconds)
+            pairs[4] = (theirs.best_load.cold_seconds, ours.best_load.cold_seconds)
+        cells = [f"{pair[0] / pair[1]:.2f}" if pair and pair[1] else "-" for pair in pairs]
         rows.append([PEERS[name].title, *cells])
     head = ["times Varvite", "blocked", "durable", "CPU", "load warm", "load cold", "written"]
     return table(head, rows)
@@ -216,6 +223,4 @@ def _figures(results: dict[str, Any], found: dict[str, dict[str, Summary]]) -> s
     note = ""
     if results["settings"]["scale"] != 1.0:
         note = "The figures are for scale 1; this run was scaled.\n\n"
-    return f"## Figures of the issue\n\n{note}" + table(
-        ["name", "target", "measured", "verdict"], rows
-    )
+    return f"## Figures of the issue\n\n{note}" + table(["name", "target", "measured", "verdict"], rows)

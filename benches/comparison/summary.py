@@ -45,9 +45,9 @@ class Summary:
     loads: tuple[LoadSummary, ...]
 
     @property
-    def best_load(self) -> LoadSummary:
-        """The fastest way to load, warm."""
-        return min(self.loads, key=lambda load: load.warm_seconds)
+    def best_load(self) -> LoadSummary | None:
+        """The fastest way to load, warm; None where loads were only checked."""
+        return min(self.loads, key=lambda load: load.warm_seconds, default=None)
 
 
 def summarize(peer: str, saves: dict[str, Any], loads: dict[str, Any]) -> Summary:
@@ -78,7 +78,7 @@ def summarize(peer: str, saves: dict[str, Any], loads: dict[str, Any]) -> Summar
         growth_bytes=growth_bytes,
         growth_saves=growth_saves,
         open_seconds=loads["open_seconds"],
-        loads=tuple(_load_summary(mode) for mode in loads["modes"]),
+        loads=tuple(_load_summary(mode) for mode in loads["modes"] if mode["cold"]),
     )
 
 

@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 600
 SHOWN_LINES = 15
 
 
-class MeasurementFailed(Exception):
+class MeasurementError(Exception):
     """A worker did not end well; the message is the end of what it printed."""
 
 
@@ -39,10 +39,10 @@ def run(kind: str, arguments: dict[str, Any]) -> Any:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise MeasurementFailed(f"measurement ran out of time: {error.timeout} s") from error
+            raise MeasurementError(f"measurement ran out of time: {error.timeout} s") from error
         if process.returncode != 0 or not result_path.exists():
             lines = process.stdout.strip().splitlines()[-SHOWN_LINES:]
-            raise MeasurementFailed("\n".join([f"exit code: {process.returncode}", *lines]))
+            raise MeasurementError("\n".join([f"exit code: {process.returncode}", *lines]))
         return json.loads(result_path.read_text())
 
 

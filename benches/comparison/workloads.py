@@ -229,7 +229,7 @@ def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def _is_large(value: Tensor) -> bool:
     # Below, handing it to a thread takes longer than its digest.
-    return value.nbytes >= 1 << 20
+    return bool(value.nbytes >= 1 << 20)
 
 
 def _digest(value: Tensor) -> str:

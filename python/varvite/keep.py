@@ -130,7 +130,7 @@ def best(metric: str, mode: str = "min", n: int = 1) -> Keep:
 
 
 def within(*, days: float = 0, hours: float = 0, minutes: float = 0) -> Keep:
-    """Keeps every snapshot that is no older than the sum of the times given.
+    """Keeps snapshots made at most the sum of the times given before the newest one.
 
     Raises:
         InvalidInputError: A time is negative or not a number, or all are zero.
@@ -190,7 +190,7 @@ def tagged() -> Keep:
 
 
 def max_bytes(size: int | str) -> Keep:
-    """Keeps the newest snapshots whose packs fit in a number of bytes together.
+    """Keeps the newest snapshots whose stored bytes fit in a number together.
 
     Args:
         size: Bytes, or a text with a unit: `200GB` is 200 * 10**9 bytes, `200GiB` is 200 * 2**30.

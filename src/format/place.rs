@@ -24,8 +24,8 @@ impl<'a> Place<'a> {
     pub(super) fn corrupt(
         self,
         what: impl Into<String>,
-        expected: impl ToString,
-        found: impl ToString,
+        expected: impl std::fmt::Display,
+        found: impl std::fmt::Display,
     ) -> Error {
         Error::corrupt(self.object, self.offset_bytes, what, expected, found)
     }

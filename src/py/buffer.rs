@@ -180,6 +180,7 @@ impl MappedPack {
     ///
     /// # Safety
     /// Called by the interpreter with a valid `view`, as the buffer protocol demands.
+    #[expect(clippy::needless_pass_by_value, reason = "the signature that pyo3 asks for")]
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         if view.is_null() {
             return Err(PyBufferError::new_err("no view to fill"));
@@ -195,7 +196,7 @@ impl MappedPack {
                 view,
                 slf.as_ptr(),
                 map.as_ptr().cast_mut().cast(),
-                map.len() as ffi::Py_ssize_t,
+                map.len().cast_signed(),
                 0,
                 flags,
             )

@@ -25,6 +25,9 @@ use super::convert;
 use super::error::raise;
 use super::wait::{POLL, interruptible};
 
+/// Commit numbers of damaged snapshots, and why.
+type Damaged = Vec<(u64, String)>;
+
 /// An open repository.
 #[pyclass(frozen, module = "varvite._native")]
 pub(crate) struct Engine {
@@ -32,6 +35,7 @@ pub(crate) struct Engine {
 }
 
 #[pymethods]
+#[expect(clippy::needless_pass_by_value, reason = "arguments are extracted from Python as owned values")]
 impl Engine {
     #[new]
     #[pyo3(signature = (path, *, access, chunk_bytes, threads, sync, rules, rank, world_size))]
@@ -157,7 +161,7 @@ impl Engine {
     }
 
     /// Headers of all readable snapshots by seq, and (seq, why) of damaged ones.
-    fn snapshots<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Bound<'py, PyDict>>, Vec<(u64, String)>)> {
+    fn snapshots<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Bound<'py, PyDict>>, Damaged)> {
         let listed = py.detach(|| self.repository.list()).map_err(|error| raise(py, &error))?;
         let headers =
             listed.headers.iter().map(|header| convert::header(py, header)).collect::<PyResult<_>>()?;
@@ -382,6 +386,7 @@ type EntryRow =
     (String, Option<u32>, &'static str, &'static str, Vec<u64>, Option<String>, Option<u64>, u64, u64);
 
 #[pymethods]
+#[expect(clippy::needless_pass_by_value, reason = "arguments are extracted from Python as owned values")]
 impl SnapshotReader {
     /// Header of the snapshot.
     fn header<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -34,12 +34,12 @@ pub(crate) fn interruptible<T: Send>(
             return Err(Error::store("start a thread for", "the call")(error));
         }
         loop {
-            let received;
-            (receiver, received) = py.detach(move || {
-                let received = receiver.recv_timeout(POLL);
-                (receiver, received)
+            let message;
+            (receiver, message) = py.detach(move || {
+                let message = receiver.recv_timeout(POLL);
+                (receiver, message)
             });
-            match received {
+            match message {
                 Ok(outcome) => return outcome,
                 Err(mpsc::RecvTimeoutError::Disconnected) => {
                     return Err(Error::Internal { what: "a call ended without an outcome".to_owned() });

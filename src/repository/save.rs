@@ -159,7 +159,7 @@ impl SaveSession {
             .flat_map(|base| base.packs.iter().map(|record| record.name.clone()))
             .chain([pack_name.clone()]);
         // IMPORTANT: held until the commit is in `state`, which a sweep reads after it has claimed packs.
-        let (hold, gone_packs) = shared.registry.hold(base.as_ref().map(|base| base.seq), held);
+        let (guard, gone_packs) = shared.registry.hold(base.as_ref().map(|base| base.seq), held);
         let written = write_pack(self.into_job(pack_name.clone(), base, gone_packs), sources, cancelled)?;
 
         let committing = Instant::now();
@@ -183,7 +183,7 @@ impl SaveSession {
             state.base = Some(Arc::new(Base::new(header.seq, &manifest.body, true)));
             state.current = Some(header.seq);
         }
-        drop(hold);
+        drop(guard);
         let retention = shared.retention_after_commit().map_err(Arc::new);
         Ok(SaveReport {
             header,

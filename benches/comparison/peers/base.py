@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import shutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from comparison import host
 from comparison.workloads import State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEPT_SAVES = 2
 
@@ -37,6 +39,8 @@ class Peer(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     package: ClassVar[str]
+    # Another peer that reads the same files in the same way: one load is made, for the check.
+    loads_like: ClassVar[str | None] = None
 
     @classmethod
     def version(cls) -> str | None:
@@ -46,7 +50,10 @@ class Peer(ABC):
         except importlib.metadata.PackageNotFoundError:
             pass
         # A checkout on the path has no metadata of a distribution.
-        return "unknown" if importlib.util.find_spec(cls.package) else None
+        if importlib.util.find_spec(cls.package) is None:
+            return None
+        module = importlib.import_module(cls.package)
+        return str(getattr(module, "__version__", "unknown"))
 
     @classmethod
     @abstractmethod

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from comparison import host
 from comparison.peers.base import FilePeer, LoadMode
 from comparison.workloads import State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IN_PLACE = LoadMode("dcp.load", in_place=True)
 
@@ -56,6 +57,7 @@ class DcpAsync(DcpSync):
 
     name: ClassVar[str] = "dcp-async"
     title: ClassVar[str] = "DCP async"
+    loads_like: ClassVar[str | None] = DcpSync.name
 
     def __init__(self, folder: Path, state: State) -> None:
         super().__init__(folder, state)

@@ -31,11 +31,7 @@ class Moonclip(Peer):
         super().__init__(folder, state)
         import moonclip
 
-        manager = (
-            moonclip.MoonclipManager
-            if isinstance(state, TensorTable)
-            else moonclip.CheckpointManager
-        )
+        manager = moonclip.MoonclipManager if isinstance(state, TensorTable) else moonclip.CheckpointManager
         self._manager: Any = manager(str(folder))
 
     def save(self, step: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from comparison.peers.base import LoadMode, OneFilePeer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COPIED = LoadMode("safe_open + copy", in_place=True)
 

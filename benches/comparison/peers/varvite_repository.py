@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from comparison.peers.base import KEPT_SAVES, LoadMode, Peer
 from comparison.workloads import State, TensorTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RESUME = LoadMode("resume", in_place=True)
 LOAD_INTO = LoadMode("load_into", in_place=True)

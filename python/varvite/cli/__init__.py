@@ -7,6 +7,8 @@ on a terminal.
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import NoReturn
 
 __all__ = ["main"]
@@ -16,4 +18,8 @@ def main() -> NoReturn:
     """Runs the command line of this process, and ends it with the exit code of the contract."""
     from varvite.cli.application import application
 
-    application.main(prog_name="varvite")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A name that the console can't show must not end the command.
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(application.main(prog_name="varvite", standalone_mode=False))

@@ -2,49 +2,74 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import click
 
 from varvite.cli import exits
-from varvite.cli.comparing import diff
-from varvite.cli.checking import verify
-from varvite.cli.examining import doctor
-from varvite.cli.listing import ls
-from varvite.cli.retaining import pin, prune, unpin
-from varvite.cli.showing import show
-from varvite.cli.usage import du
 from varvite.errors import CheckpointError
 
 __all__ = ["application"]
+
+_COMMANDS: Final = {
+    "ls": ("listing", "List snapshots."),
+    "show": ("showing", "Show one snapshot and its tensors."),
+    "diff": ("comparing", "Compare two snapshots."),
+    "verify": ("checking", "Check bytes against their digests."),
+    "du": ("usage", "Show what takes the space."),
+    "prune": ("retaining", "Remove what no policy keeps."),
+    "pin": ("retaining", "Name a snapshot, and so keep it."),
+    "unpin": ("retaining", "Take a name away again."),
+    "doctor": ("examining", "Probe a folder, and the repository in it."),
+}
+"""File and summary of each command, in the order in which a reader needs them."""
 
 
 class _Application(click.Group):
     """A group whose commands return exit codes and whose errors have one form."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Runs a command line; ends the process with its exit code unless `standalone_mode` is off."""
+    def main(  # type: ignore[override]  # click overloads it by the mode
+        self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
+    ) -> Any:
+        """Runs a command line; ends the process with its exit code, or returns it."""
         run = super().main
-        code = _guarded(lambda: run(*args, standalone_mode=False, **extra))
+        code = _guarded(lambda: run(args, standalone_mode=False, **extra))
         if standalone_mode:
             sys.exit(code)
         return code
 
-    def invoke(self, context: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:
         """Runs the command of a parsed line."""
         try:
-            return super().invoke(context)
+            return super().invoke(ctx)
         except BrokenPipeError:
             # The reader has seen enough. What is still buffered must not raise again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return exits.PIPE_CLOSED
 
-    def list_commands(self, context: click.Context) -> list[str]:
-        """Names the commands in the order they were added, which is the order they are needed in."""
-        return list(self.commands)
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names the commands."""
+        del ctx
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the file of a command: the one that runs, and no other."""
+        del ctx
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"varvite.cli.{_COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the summaries without an import of the commands."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
 
 def _guarded(run: Callable[[], Any]) -> int:
@@ -74,10 +99,14 @@ def _sentence(text: str) -> str:
     return f"{first if first.isupper() else first.lower()} {rest}".strip()
 
 
-@click.group(cls=_Application, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    "varvite",
+    cls=_Application,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="varvite", prog_name="varvite")
 def application() -> None:
-    """Looks at repositories of training snapshots, checks them, and decides what stays.
+    """Look at repositories of training snapshots, check them, and decide what stays.
 
     RUN is the folder of a repository. REF names a snapshot: a step (`1000`), `latest`, `latest~2`,
     `healthy`, `best:METRIC`, `step:N`, `seq:N` or `tag:NAME`.
@@ -85,8 +114,4 @@ def application() -> None:
     \b
     Exit codes: 0 ok, 1 failed, 2 usage, 3 findings (damage, differences),
     4 not found, 10 no repository, 11 locked, 13 no space.
-    """
-
-
-for _command in (ls, show, diff, verify, du, prune, pin, unpin, doctor):
-    application.add_command(_command)
+    """  # noqa: D301 - the backspace keeps click from filling the paragraph

@@ -52,13 +52,10 @@ def verify(run: str, ref: str | None, sample: float, output: Output) -> int:
     """
     with opened(run) as engine:
         seq = None if ref is None else engine.resolve(ref)
-        total = round(_pack_bytes(engine, seq) * sample)
-        start = bytes_read()
-        with (
-            output.bar("verifying", total, is_bytes=True) as bar,
-            bar.following(lambda: min(total, bytes_read() - start)),
-        ):
-            report = engine.verify(seq, sample)
+        with output.bar("verifying", lambda: _planned_bytes(engine, seq, sample), is_bytes=True) as bar:
+            start = bytes_read()
+            with bar.following(lambda: bytes_read() - start):
+                report = engine.verify(seq, sample)
         root = engine.root
     findings = [Finding(*row) for row in report["findings"]]
     if output.is_json:
@@ -75,20 +72,25 @@ def verify(run: str, ref: str | None, sample: float, output: Output) -> int:
     return exits.FINDINGS if findings else exits.OK
 
 
-def _pack_bytes(engine: Engine, seq: int | None) -> int:
-    """Bytes of the packs that will be read, as far as their manifests can tell."""
+def _planned_bytes(engine: Engine, seq: int | None, sample: float) -> int:
+    """Bytes of packs that will be read, as far as their manifests can tell."""
     lengths: dict[str, int] = {}
     for one in engine.candidates() if seq is None else [seq]:
         try:
             lengths.update(engine.open(one).packs())
         except (CorruptionError, SnapshotNotFoundError):
             continue  # it will be a finding, or it is gone
-    return sum(lengths.values())
+    return round(sum(lengths.values()) * sample)
 
 
 def _show(findings: list[Finding], checked_bytes: int, sample: float, output: Output) -> None:
     if findings and not output.quiet:
-        columns = [Column("object"), Column("byte", is_number=True), Column("what"), Column("steps concerned")]
+        columns = [
+            Column("object"),
+            Column("byte", is_number=True),
+            Column("what"),
+            Column("steps concerned"),
+        ]
         output.table(
             columns,
             [

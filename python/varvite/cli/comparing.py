@@ -52,7 +52,7 @@ def diff(run: str, first: str, second: str, exact_bytes: bool, output: Output) -
     """
     with opened(run) as engine:
         left, right = (engine.open(engine.resolve(ref)) for ref in (first, second))
-        found = compare(left, right, lambda total: output.bar("comparing", total, is_bytes=True))
+        found = compare(left, right, lambda total: output.bar("comparing", lambda: total, is_bytes=True))
         headers, tags, root = (left.header(), right.header()), tags_of(engine), engine.root
     is_measured = all(changed.distance is not None for changed in found.changed)
     if output.is_json:
@@ -116,7 +116,11 @@ def _show(
         output.line()
         output.table(_COLUMNS, [_row(changed, size) for changed in found.changed])
     others: list[list[Cell | str]] = [
-        [doubtful(redescribed.field), printable(redescribed.name), f"{redescribed.first} -> {redescribed.second}"]
+        [
+            doubtful(redescribed.field),
+            printable(redescribed.name),
+            f"{redescribed.first} -> {redescribed.second}",
+        ]
         for redescribed in found.redescribed
     ]
     others += [["removed", printable(entry.shown_name), _description(entry)] for entry in found.removed]
@@ -140,7 +144,13 @@ def _row(changed: Changed, size: Callable[[int], str]) -> list[Cell | str]:
         return [*described, *sizes, dim("?"), dim("?"), dim("?")]
     share = f"{100 * distance.changed_elements / distance.element_count:.3g} %"
     largest = f"{distance.largest_change:.3g}"
-    return [*described, *sizes, share, largest, _relative(distance.relative_change, distance.nonfinite_elements)]
+    return [
+        *described,
+        *sizes,
+        share,
+        largest,
+        _relative(distance.relative_change, distance.nonfinite_elements),
+    ]
 
 
 def _relative(relative: float | None, nonfinite_elements: int) -> Cell | str:

@@ -12,9 +12,11 @@ from varvite.cli.opening import Entry, entries_of
 from varvite.cli.outline import plain_values
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from varvite._native import SnapshotReader
     from varvite.cli.arithmetic import Distance
-    from varvite.cli.output import Bar
+    from varvite.cli.progress import Bar
     from varvite.plain import Json
 
 __all__ = ["Changed", "Differences", "Redescribed", "compare"]
@@ -85,9 +87,7 @@ class _Pair(NamedTuple):
     changed_bytes: int
 
 
-def compare(
-    first: SnapshotReader, second: SnapshotReader, start_bar: Callable[[int], Any]
-) -> Differences:
+def compare(first: SnapshotReader, second: SnapshotReader, start_bar: Callable[[int], Any]) -> Differences:
     """Compares two snapshots of one repository.
 
     Args:
@@ -130,7 +130,9 @@ def _pairs(first: SnapshotReader, second: SnapshotReader, found: Differences) ->
         # A tie has the values of the tensor that it is tied to, and that one is compared.
         if before.tied_to is not None and before.tied_to == after.tied_to:
             continue
-        changed_bytes = _changed_bytes(first.chunk_digests(before.index), second.chunk_digests(after.index))
+        changed_bytes = _changed_bytes(
+            first.chunk_digests(before.position), second.chunk_digests(after.position)
+        )
         if changed_bytes:
             pairs.append(_Pair(before, after, changed_bytes))
         elif not redescribed:
@@ -163,10 +165,10 @@ def _measure(
     from varvite.cli.arithmetic import distance
 
     for pair in pairs:
-        left = np.empty(pair.first.raw_bytes, dtype=np.uint8)
-        right = np.empty(pair.second.raw_bytes, dtype=np.uint8)
-        first.read([pair.first.index], [left])
-        second.read([pair.second.index], [right])
+        left: NDArray[Any] = np.empty(pair.first.raw_bytes, dtype=np.uint8)
+        right: NDArray[Any] = np.empty(pair.second.raw_bytes, dtype=np.uint8)
+        first.read([pair.first.position], [left])
+        second.read([pair.second.position], [right])
         measured = distance(pair.first.stored_dtype, left, right)
         if measured.changed_elements:
             found.changed.append(Changed(pair.first, pair.changed_bytes, measured))

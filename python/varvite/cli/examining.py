@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Final
+import os
+from typing import Final
 
 import click
 
@@ -15,15 +13,12 @@ from varvite.cli.opening import opened
 from varvite.cli.options import with_output
 from varvite.cli.output import Cell, Column, Output, bad, doubtful, good
 from varvite.cli.text import counted, printable
-from varvite.doctor import Check, examine, existing_folder
+from varvite.doctor import PROBE_COUNT, Check, examine, examine_repository, existing_folder
 from varvite.errors import CheckpointError, NotARepositoryError
-from varvite.probes import lock_state
-from varvite.records import format_bytes
 
 __all__ = ["doctor"]
 
 _VERDICTS: Final = {"ok": good, "warn": doubtful, "bad": bad}
-_HOLDER: Final = re.compile(r"(process [0-9]+ on \S+) since ([0-9]+) \(unix milliseconds\)")
 
 
 @click.command()
@@ -32,16 +27,57 @@ _HOLDER: Final = re.compile(r"(process [0-9]+ on \S+) since ([0-9]+) \(unix mill
 def doctor(path: str, output: Output) -> int:
     """Probe folder PATH as a place for a repository, and the repository in it if there is one.
 
-    PATH need not exist yet. Small files are written there and removed again; nothing else changes.
-    Exit 3 where a run would fail or lose data.
+    PATH need not exist yet: then the folder is probed that it would be made in. Small files are written
+    there and removed again; nothing else changes. Exit 3 where a run would fail or lose data. With
+    `--quiet` only what is not in order is written.
     """
-    with output.bar("probing", len(_STAGES)) as bar:
-        checks = examine(path, started=lambda _name: bar.advance(1))
-    checks += _repository_checks(path)
+    with output.bar("probing", lambda: PROBE_COUNT) as bar:
+        checks = examine(path, ended=lambda: bar.advance(1))
+    checks += _repository(path)
+    failed = sum(check.verdict == "bad" for check in checks)
+    doubts = sum(check.verdict == "warn" for check in checks)
     if output.is_json:
-        output.document(path=str(existing_folder(path)), checks=[dataclasses.asdict(check) for check in checks])
+        output.document(
+            path=str(existing_folder(path)),
+            ok=not failed,
+            checks=[dataclasses.asdict(check) for check in checks],
+        )
     else:
         shown = [check for check in checks if not output.quiet or check.verdict != "ok"]
         if shown:
             output.table([Column("check"), Column(""), Column("found"), Column("meaning")], map(_row, shown))
-    return exits.FINDINGS if any(check.verdict == "bad" for check in checks) else exits.OK
+        verdict = "not a place for a repository: " if failed else ""
+        output.message(f"{verdict}{counted(failed, 'failure')}, {counted(doubts, 'warning')}")
+    return exits.FINDINGS if failed else exits.OK
+
+
+def _row(check: Check) -> list[Cell | str]:
+    return [
+        check.name,
+        _VERDICTS[check.verdict](check.verdict),
+        printable(check.value),
+        printable(check.meaning),
+    ]
+
+
+def _repository(path: str) -> list[Check]:
+    try:
+        with opened(path) as engine:
+            return examine_repository(engine)
+    except NotARepositoryError:
+        return [_no_repository(path)]
+    except CheckpointError as error:
+        return [Check("repository", "can't be opened", "bad", error.message)]
+
+
+def _no_repository(path: str) -> Check:
+    """Tells whether the first save would make a repository, as the engine decides it."""
+    try:
+        with os.scandir(path) as found:
+            files = sorted(one.name for one in found if one.is_file(follow_symlinks=False))
+    except OSError:
+        files = []
+    if files:
+        meaning = f"the first save would refuse it: it holds other files: {', '.join(files[:3])}"
+        return Check("repository", "none", "warn", meaning)
+    return Check("repository", "none yet", meaning="the first save makes it")

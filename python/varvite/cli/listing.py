@@ -82,7 +82,9 @@ def ls(run: str, everything: bool, iso: bool, exact_bytes: bool, output: Output)
 class _Shown:
     """Snapshots as rows for people."""
 
-    def __init__(self, tags: dict[int, list[str]], superseded: set[int], *, iso: bool, exact_bytes: bool) -> None:
+    def __init__(
+        self, tags: dict[int, list[str]], superseded: set[int], *, iso: bool, exact_bytes: bool
+    ) -> None:
         self._tags = tags
         self._superseded = superseded
         self._iso = iso

@@ -16,8 +16,8 @@ from varvite.manager import CheckpointManager, open_for_tags
 
 if TYPE_CHECKING:
     from varvite._native import Engine, SnapshotReader
-    from varvite.native_types import Header
     from varvite.keep import Keep
+    from varvite.native_types import Header
 
 __all__ = ["Entry", "entries_of", "opened", "snapshot_facts", "tags_of"]
 
@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     """A tensor of a snapshot, from its manifest.
 
     Attributes:
-        index: Its place, by which the reader counts.
+        position: Its place, by which the reader counts.
         name: Its name.
         rank: The rank it is local to, or `None`.
         dtype: Element type of what a load gives.
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
         stored_bytes: Length of its chunks in packs.
     """
 
-    index: int
+    position: int
     name: str
     rank: int | None
     dtype: str
@@ -95,7 +95,7 @@ def tags_of(engine: Engine) -> dict[int, list[str]]:
 
 def entries_of(reader: SnapshotReader) -> list[Entry]:
     """Returns the entries of a snapshot in the order the reader counts them."""
-    return [Entry(index, *row) for index, row in enumerate(reader.entries())]
+    return [Entry(position, *row) for position, row in enumerate(reader.entries())]
 
 
 def snapshot_facts(header: Header, tags: dict[int, list[str]]) -> dict[str, Any]:

@@ -28,7 +28,9 @@ class Reference(click.ParamType[str]):
 
 run_argument = click.argument("run", type=click.Path(), metavar="RUN")
 
-bytes_option = click.option("--bytes", "exact_bytes", is_flag=True, help="Show sizes as exact numbers of bytes.")
+bytes_option = click.option(
+    "--bytes", "exact_bytes", is_flag=True, help="Show sizes as exact numbers of bytes."
+)
 
 
 def with_output(command: str) -> Callable[[Function], Function]:
@@ -50,7 +52,9 @@ def with_output(command: str) -> Callable[[Function], Function]:
         )
         @functools.wraps(function)
         def run(*args: Any, is_json: bool, quiet: bool, color: str, **options: Any) -> Any:
-            return function(*args, output=Output(command, is_json=is_json, quiet=quiet, color=color), **options)
+            return function(
+                *args, output=Output(command, is_json=is_json, quiet=quiet, color=color), **options
+            )
 
         return run  # type: ignore[return-value]
 

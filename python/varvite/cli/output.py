@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
@@ -81,7 +81,9 @@ class Output:
         quiet: Whether messages, progress and all but the essential lines are left out.
     """
 
-    def __init__(self, command: str, *, is_json: bool = False, quiet: bool = False, color: str = "auto") -> None:
+    def __init__(
+        self, command: str, *, is_json: bool = False, quiet: bool = False, color: str = "auto"
+    ) -> None:
         """Made by `with_output` for each command.
 
         Args:
@@ -127,18 +129,25 @@ class Output:
 
     def facts(self, pairs: Iterable[tuple[str, Cell | str]]) -> None:
         """Writes names and values, one pair a line."""
-        pairs = [(name, cell if isinstance(cell, Cell) else Cell(cell)) for name, cell in pairs]
-        width = max((len(name) for name, _ in pairs), default=0)
-        for name, cell in pairs:
+        filled = [(name, cell if isinstance(cell, Cell) else Cell(cell)) for name, cell in pairs]
+        width = max((len(name) for name, _ in filled), default=0)
+        for name, cell in filled:
             self.line(f"{name:<{width}}  {cell.text}", cell.meaning)
 
     @contextmanager
-    def bar(self, description: str, total: int, *, is_bytes: bool = False) -> Iterator[Bar]:
-        """Shows progress on stderr while the block runs, where that is a terminal."""
+    def bar(self, description: str, total: Callable[[], int], *, is_bytes: bool = False) -> Iterator[Bar]:
+        """Shows progress on stderr while the block runs, where that is a terminal.
+
+        Args:
+            description: What is done, as a verb.
+            total: Tells where the bar ends; asked only where one is drawn.
+            is_bytes: Whether it counts bytes.
+        """
         if self.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             yield Bar()
             return
-        with terminal_bar(description, total, is_bytes=is_bytes, color=self._is_colored(sys.stderr)) as bar:
+        color = self._is_colored(sys.stderr)
+        with terminal_bar(description, total(), is_bytes=is_bytes, color=color) as bar:
             yield bar
 
     def _is_colored(self, stream: TextIO) -> bool:
@@ -174,7 +183,7 @@ class Output:
         from rich import box
         from rich.table import Table
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         for column in columns:
             table.add_column(
                 column.title,

@@ -30,9 +30,10 @@ class Bar:
 
 
 class _TerminalBar(Bar):
-    def __init__(self, progress: Progress, task: TaskID) -> None:
+    def __init__(self, progress: Progress, task: TaskID, total: int) -> None:
         self._progress = progress
         self._task = task
+        self._total = total
 
     def advance(self, amount: int) -> None:
         self._progress.advance(self._task, amount)
@@ -43,7 +44,7 @@ class _TerminalBar(Bar):
 
         def follow() -> None:
             while not ended.wait(_POLL_SECONDS):
-                self._progress.update(self._task, completed=read())
+                self._progress.update(self._task, completed=min(read(), self._total))
 
         thread = threading.Thread(target=follow, name="varvite-progress", daemon=True)
         thread.start()
@@ -58,13 +59,20 @@ class _TerminalBar(Bar):
 def terminal_bar(description: str, total: int, *, is_bytes: bool, color: bool) -> Iterator[Bar]:
     """Draws a bar on stderr while the block runs, and removes it at the end."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     counts = DownloadColumn() if is_bytes else MofNCompleteColumn()
     console = Console(stderr=True, no_color=not color, markup=False, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), counts, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        yield _TerminalBar(progress, progress.add_task(description, total=total))
+        yield _TerminalBar(progress, progress.add_task(description, total=total), total)
 
 
 def bytes_read() -> int:

@@ -21,8 +21,8 @@ from varvite.errors import CheckpointError, InvalidInputError
 from varvite.records import format_bytes
 
 if TYPE_CHECKING:
-    from varvite.native_types import Plan
     from varvite.keep import Keep
+    from varvite.native_types import Plan
 
 __all__ = ["pin", "prune", "unpin"]
 
@@ -164,7 +164,7 @@ def _remove(run: str, policy: Keep, shown: Plan) -> int:
         if others:
             text = ", ".join(map(str, others))
             raise CheckpointError(
-                f"nothing was removed: the repository has changed, and the plan would also remove seq: {text}",
+                f"nothing was removed: the repository has changed, and now these would go too: {text}",
                 hint="repeat the command to see the new plan",
             )
         return engine.prune(dry_run=False)["freed_bytes"]

@@ -62,7 +62,9 @@ def show(
             "snapshot": {**snapshot_facts(header, tags), "metadata": plain_json(metadata)},
             "packs": [{"name": name, "length_bytes": length} for name, length in packs],
         }
-        output.document(**facts, **_json_details(entries, values, tree=tree, structure=structure, depth=depth))
+        output.document(
+            **facts, **_json_details(entries, values, tree=tree, structure=structure, depth=depth)
+        )
         return exits.OK
     size: Callable[[int], str] = str if exact_bytes else format_bytes
     if not output.quiet:
@@ -87,10 +89,9 @@ def _json_details(
             {"name": name, "level": level, **vars(sums)} for level, _, name, sums in branches(entries, depth)
         ]
         return {"tree": rows}
-    hidden = ("index",)
     return {
         "entries": [
-            {key: value for key, value in entry._asdict().items() if key not in hidden} for entry in entries
+            {key: value for key, value in entry._asdict().items() if key != "position"} for entry in entries
         ]
     }
 
@@ -123,7 +124,10 @@ def _facts(
         facts.append(("tags", ", ".join(tags)))
     known = plain_json(metadata)
     if isinstance(known, dict):
-        facts += [(f"metadata {printable(name)}", _cut(printable(value_text(value)))) for name, value in known.items()]
+        facts += [
+            (f"metadata {printable(name)}", _cut(printable(value_text(value))))
+            for name, value in known.items()
+        ]
     return facts
 
 
@@ -142,7 +146,9 @@ def _show_entries(entries: list[Entry], size: Callable[[int], str], output: Outp
         [
             [
                 printable(entry.shown_name),
-                entry.dtype if entry.dtype == entry.stored_dtype else f"{entry.dtype} as {entry.stored_dtype}",
+                entry.dtype
+                if entry.dtype == entry.stored_dtype
+                else f"{entry.dtype} as {entry.stored_dtype}",
                 shape_text(entry.shape),
                 size(entry.raw_bytes),
                 size(entry.stored_bytes),

@@ -78,6 +78,4 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text
-    )
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)

@@ -56,7 +56,9 @@ class _Usage(NamedTuple):
     type=click.Choice(["snapshot", "kind", "layer"]),
     help="Sum by snapshot, or the tensors of REF by kind or by layer.  [default: snapshot; kind with REF]",
 )
-@click.option("--depth", type=click.IntRange(min=1), help="Segments of a name that make a layer.  [default: 3]")
+@click.option(
+    "--depth", type=click.IntRange(min=1), help="Segments of a name that make a layer.  [default: 3]"
+)
 @bytes_option
 @with_output("du")
 def du(
@@ -142,10 +144,7 @@ def _show_snapshots(
     usages: list[_Usage], stored_bytes: int, size: Callable[[int], str], output: Output
 ) -> None:
     titles = ("seq", "step", "raw", "own", "shared", "freed")
-    rows = [
-        [str(usage.seq), str(usage.step), *map(size, usage[2:])]
-        for usage in usages
-    ]
+    rows = [[str(usage.seq), str(usage.step), *map(size, usage[2:])] for usage in usages]
     output.table([Column(title, is_number=True) for title in titles], rows)
     output.message(f"all packs together: {size(stored_bytes)}")
 

@@ -209,7 +209,7 @@ def _plan_numpy_global(saved: Any, steps: list[Restore], skipped: list[str]) -> 
     if numpy_random is None:
         skipped.append("numpy: the library is not installed")
         return
-    name = saved.get("bit_generator") if isinstance(saved, Mapping) else None
+    name = _bit_generator(saved)
     live = numpy_random.get_state(legacy=False)["bit_generator"]
     if name != live and name in _NUMPY_CHECKS:
         skipped.append(f"numpy: the global generator is `{live}`, and the saved one is `{name}`")
@@ -223,9 +223,15 @@ def _plan_numpy_global(saved: Any, steps: list[Restore], skipped: list[str]) -> 
     steps.append(lambda: numpy_random.set_state(dict(saved)))
 
 
+def _bit_generator(saved: Any) -> str:
+    """Returns the name of the algorithm of a state, or an empty one where it has none."""
+    name = saved.get("bit_generator") if isinstance(saved, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
 def _check_numpy(what: str, saved: Any, numpy_random: ModuleType) -> None:
     """Checks the state of a bit generator: NumPy's own setters read out of bounds for some."""
-    check = _NUMPY_CHECKS.get(saved.get("bit_generator")) if isinstance(saved, Mapping) else None
+    check = _NUMPY_CHECKS.get(_bit_generator(saved))
     if check is None or not isinstance(saved.get("state"), Mapping):
         _refuse(what, f"a state of one of {', '.join(_NUMPY_CHECKS)}", saved)
     if not check(saved):
@@ -274,7 +280,7 @@ def _is_sfc(saved: Mapping[str, Any]) -> bool:
     return _has_spare(saved) and _is_words(saved["state"].get("state"), 4, "uint64")
 
 
-_NUMPY_CHECKS: dict[Any, Callable[[Mapping[str, Any]], bool]] = {
+_NUMPY_CHECKS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "MT19937": _is_twister,
     "PCG64": _is_pcg,
     "PCG64DXSM": _is_pcg,

@@ -1,8 +1,4 @@
-"""What a folder is like as a place for a repository: measured there, with files that are removed again.
-
-Each check is a fact, a verdict and, where it matters, what it means for a run. Nothing here needs torch,
-numpy or an existing repository.
-"""
+"""The checks of a folder: measured there, with files that are removed again. No repository is needed."""
 
 from __future__ import annotations
 
@@ -14,13 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from varvite.filesystem import describe_file_system
-from varvite.probes import (
+from varvite.doctor.checks import Check
+from varvite.doctor.filesystem import describe_file_system
+from varvite.doctor.probes import (
     probe_direct,
     probe_hard_link,
     probe_lock,
@@ -30,7 +26,7 @@ from varvite.probes import (
 )
 from varvite.records import format_bytes
 
-__all__ = ["Check", "examine", "existing_folder"]
+__all__ = ["PROBE_COUNT", "examine", "existing_folder"]
 
 _SYNC_COUNT: Final = 10
 _WRITE_BYTES: Final = 64 << 20
@@ -40,25 +36,6 @@ _LOW_SPACE_BYTES: Final = 10 * 1000**3
 _LOW_INODES: Final = 1000
 _CLOCK_SKEW_SECONDS: Final = 2.0
 _EARLIEST_UNIX_SECONDS: Final = 1_735_689_600  # 2025-01-01; a clock before it was never set
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What.
-        value: What was found, for people.
-        verdict: `ok`, `warn` where it costs something, `bad` where a run would fail or lose data.
-        meaning: What it means, or nothing.
-        facts: The figures behind the value; sizes in bytes and times in seconds, as their names say.
-    """
-
-    name: str
-    value: str
-    verdict: str = "ok"
-    meaning: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def existing_folder(path: str | os.PathLike[str]) -> Path:
@@ -74,27 +51,28 @@ def existing_folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def examine(path: str | os.PathLike[str], started: Callable[[str], None] = lambda _name: None) -> list[Check]:
+def examine(path: str | os.PathLike[str], ended: Callable[[], None] = lambda: None) -> list[Check]:
     """Runs all checks on a folder, which need not exist yet.
 
     Args:
         path: The folder.
-        started: Called with the name of each measurement that takes time, before it runs.
+        ended: Called after each of the `PROBE_COUNT` trials and measurements.
 
     Returns:
         The checks, in the order in which they are to be read. A check that can't be made says why.
     """
     folder = existing_folder(path)
-    checks = [_place(Path(path).expanduser().absolute(), folder), *_space(folder)]
-    checks[1:1] = [_file_system(folder)]
+    checks = [_place(Path(path).expanduser().absolute(), folder), _file_system(folder), *_space(folder)]
     try:
         with _scratch(folder) as scratch:
             for probe in _PROBES:
-                started(probe.__name__.strip("_").replace("_", " "))
-                checks += _attempt(probe, scratch)
+                checks.append(_attempt(probe, scratch))
+                ended()
     except OSError as error:
         meaning = "a run can't save here; reading works"
-        checks.append(Check("writing", f"not possible: {error.strerror}", "bad", meaning, {"errno": error.errno}))
+        checks.append(
+            Check("writing", f"not possible: {error.strerror}", "bad", meaning, {"errno": error.errno})
+        )
     return [*checks, _clock(), *_versions()]
 
 
@@ -108,32 +86,43 @@ def _scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _attempt(probe: Callable[[Path], Check], scratch: Path) -> list[Check]:
+def _attempt(probe: Callable[[Path], Check], scratch: Path) -> Check:
     try:
-        return [probe(scratch)]
+        return probe(scratch)
     except OSError as error:
         name = probe.__name__.strip("_").replace("_", " ")
-        return [Check(name, f"failed: {error.strerror}", "bad", facts={"errno": error.errno})]
+        return Check(name, f"failed: {error.strerror}", "bad", facts={"errno": error.errno})
 
 
 def _place(path: Path, folder: Path) -> Check:
     if path == folder:
         return Check("folder", str(folder), facts={"exists": True})
     if path.exists():
-        return Check("folder", f"{path} is no folder", "bad", f"looking at {folder} instead", {"exists": False})
-    return Check("folder", f"{path} does not exist yet", meaning=f"looking at {folder}", facts={"exists": False})
+        return Check(
+            "folder", f"{path} is no folder", "bad", f"looking at {folder} instead", {"exists": False}
+        )
+    return Check(
+        "folder", f"{path} does not exist yet", meaning=f"looking at {folder}", facts={"exists": False}
+    )
 
 
 def _file_system(folder: Path) -> Check:
     found = describe_file_system(folder)
     value = f"{found.kind} ({found.place}), mounted at {found.mount_point}"
-    facts = {"type": found.kind, "place": found.place, "mount_point": found.mount_point, "options": found.options}
+    facts = {
+        "type": found.kind,
+        "place": found.place,
+        "mount_point": found.mount_point,
+        "options": found.options,
+    }
     return Check("file system", value, found.verdict, found.meaning, facts)
 
 
 def _space(folder: Path) -> list[Check]:
     found = os.statvfs(folder)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    if total == 0:
+        return [Check("free space", "not told", facts={"free_bytes": None, "total_bytes": None})]
     verdict = "bad" if free == 0 else "warn" if free < _LOW_SPACE_BYTES else "ok"
     meaning = "" if verdict == "ok" else "a save that finds no room fails; those before it stay whole"
     space = Check(
@@ -234,6 +223,9 @@ _PROBES: Final = (
     _direct_io,
     _file_clock,
 )
+
+PROBE_COUNT: Final = len(_PROBES)
+"""Trials and measurements that `examine` makes."""
 
 
 def _clock() -> Check:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 __all__ = [
+    "lock_state",
     "probe_direct",
     "probe_hard_link",
     "probe_lock",
@@ -138,3 +139,26 @@ def probe_direct(scratch: Path) -> str:
     finally:
         os.close(descriptor)
     return "works"
+
+
+def lock_state(path: Path) -> tuple[bool, str]:
+    """Tells whether somebody holds the lock of a repository, and the text of its file.
+
+    A writer leaves its name there and takes it away when it ends well. So only where a name stands is
+    the lock tried, shared and for an instant, and a run that starts meanwhile is not turned away.
+
+    Args:
+        path: The lock's file; it may be absent.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(4096).decode("utf-8", "replace")
+            if not text:
+                return False, ""
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True, text
+            return False, text
+    except FileNotFoundError:
+        return False, ""

@@ -72,7 +72,9 @@ _MAGIC: Final = {
     0x65735546: "fuse",
 }
 
-_LOCAL: Final = frozenset(["ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "vfat", "exfat"])
+_LOCAL: Final = frozenset(
+    ["ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "vfat", "exfat"]
+)
 _MEMORY: Final = frozenset(["tmpfs", "ramfs"])
 _LAYER: Final = frozenset(["overlay", "aufs"])
 _NETWORK: Final = frozenset(
