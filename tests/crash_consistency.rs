@@ -304,19 +304,19 @@ fn no_fault_during_a_recovery_loses_or_tears_a_snapshot() {
 /// The controls: a store that breaks one promise must be caught, or the tests above prove nothing.
 #[test]
 fn a_store_without_folder_syncs_is_caught() {
-    let message = caught(Flaw::NoFolderSync);
+    let message = caught(Flaw::FolderSyncDoesNothing);
     assert!(message.contains("was acknowledged and is lost"), "{message}");
 }
 
 #[test]
 fn a_store_without_file_syncs_is_caught() {
-    let message = caught(Flaw::NoFileSync);
+    let message = caught(Flaw::FileSyncDoesNothing);
     assert!(message.contains("damaged") || message.contains("corrupt"), "{message}");
 }
 
 #[test]
 fn a_store_that_leaves_staged_files_is_caught() {
-    let message = caught(Flaw::NoSweep);
+    let message = caught(Flaw::StagedStay);
     assert!(message.contains("staged files are left"), "{message}");
 }
 

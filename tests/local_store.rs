@@ -51,6 +51,7 @@ fn a_missing_root_is_an_empty_store_until_its_folders_are_made() {
     }
     assert_eq!(store.delete(Folder::Packs, &["a".into()]).unwrap(), 0);
     assert_eq!(store.sweep_staged().unwrap(), 0);
+    store.sync_folder(Folder::Packs).unwrap();
     assert_eq!(store.free_bytes(), None);
     assert!(!root.exists(), "reading makes nothing");
 

@@ -304,6 +304,6 @@ fn random_sequences_with_faults_keep_every_promise() {
 
 #[test]
 fn the_model_catches_a_store_without_folder_syncs() {
-    let message = run(Config::default(), Some(Flaw::NoFolderSync)).unwrap_err();
+    let message = run(Config::default(), Some(Flaw::FolderSyncDoesNothing)).unwrap_err();
     assert!(message.contains("is lost"), "{message}");
 }

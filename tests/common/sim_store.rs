@@ -47,6 +47,7 @@ use varvite::store::{Folder, Key, Listed, Published, PutMode, ReadAt, StagedWrit
 /// `EIO`, what every simulated failure reports.
 pub(crate) const EIO: i32 = 5;
 
+/// Start of the root of every simulated disk; a number follows.
 const ROOT: &str = "sim:";
 
 /// Which step goes wrong, and how.
@@ -84,11 +85,11 @@ impl Mode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Flaw {
     /// Syncs of folders confirm and do nothing.
-    NoFolderSync,
+    FolderSyncDoesNothing,
     /// Syncs of files confirm and do nothing.
-    NoFileSync,
+    FileSyncDoesNothing,
     /// Staged files of dead processes are left lying.
-    NoSweep,
+    StagedStay,
 }
 
 /// The simulated disk. Clones are handles of the same disk.
@@ -227,7 +228,8 @@ impl SimStore {
     fn delete_one(&self, key: &Key) -> Result<u64> {
         let mut disk = self.disk();
         let Some(file) = disk.live.objects.get(key).copied() else { return Ok(0) };
-        disk.step("unlink", object_name(key))?;
+        let name = disk.name_of(key);
+        disk.step("unlink", name)?;
         disk.live.objects.remove(key);
         Ok(disk.live.length_bytes(file))
     }
@@ -249,6 +251,11 @@ impl SimStore {
 }
 
 impl Disk {
+    /// The full name of an object, for errors.
+    fn name_of(&self, key: &Key) -> String {
+        format!("{}/{key}", self.root)
+    }
+
     /// Begins a step that can't tear.
     ///
     /// Returns true where its effect may become durable.
@@ -262,7 +269,8 @@ impl Disk {
 
     fn begin(&mut self, name: &'static str, object: &str) -> Fate {
         self.steps += 1;
-        self.log.push(format!("{}: {name} {object}", self.steps));
+        // Without the number of the disk, so that two runs have equal logs.
+        self.log.push(format!("{}: {name} {}", self.steps, object.replacen(&self.root, ROOT, 1)));
         let Some(plan) = self.plan.filter(|plan| self.steps >= plan.at_step) else { return Fate::Works };
         let first = self.steps == plan.at_step;
         match plan.mode {
@@ -294,7 +302,7 @@ impl Disk {
     }
 
     fn write(&mut self, file: FileId, key: &Key, bytes: &[u8]) -> Result<()> {
-        let object = object_name(key);
+        let object = self.name_of(key);
         match self.begin("write", &object) {
             Fate::Works | Fate::WorksInMemoryOnly => {
                 self.live.append(file, bytes);
@@ -310,7 +318,7 @@ impl Disk {
     }
 
     fn sync_file(&mut self, file: FileId, key: &Key) -> Result<()> {
-        if self.step("sync file", object_name(key))? && self.flaw != Some(Flaw::NoFileSync) {
+        if self.step("sync file", self.name_of(key))? && self.flaw != Some(Flaw::FileSyncDoesNothing) {
             self.persist_file(file);
         }
         Ok(())
@@ -324,10 +332,10 @@ impl Disk {
 
     fn link(&mut self, file: FileId, key: &Key, mode: PutMode) -> Result<()> {
         let name = if mode == PutMode::Replace { "replace" } else { "link" };
-        self.step(name, object_name(key))?;
+        self.step(name, self.name_of(key))?;
         if let (PutMode::IfAbsent, Some(present)) = (mode, self.live.objects.get(key)) {
             let by = format!("{} bytes lie there", self.live.length_bytes(*present));
-            return Err(Error::Conflict { object: object_name(key), by });
+            return Err(Error::Conflict { object: self.name_of(key), by });
         }
         self.live.staged.remove(&file);
         self.live.objects.insert(key.clone(), file);
@@ -335,8 +343,8 @@ impl Disk {
     }
 
     fn sync_folder(&mut self, folder: Folder) -> Result<()> {
-        let reaches_the_medium = self.step("sync folder", format!("{ROOT}/{}", folder.name()))?;
-        if !reaches_the_medium || self.flaw == Some(Flaw::NoFolderSync) {
+        let reaches_the_medium = self.step("sync folder", format!("{}/{}", self.root, folder.name()))?;
+        if !reaches_the_medium || self.flaw == Some(Flaw::FolderSyncDoesNothing) {
             return Ok(());
         }
         self.durable.objects.retain(|key, _| key.folder() != folder);
@@ -378,7 +386,9 @@ impl Store for SimStore {
     }
 
     fn create_folders(&self) -> Result<()> {
-        self.disk().step("make folders", ROOT.to_owned()).map(|_durable| ())
+        let mut disk = self.disk();
+        let root = disk.root.clone();
+        disk.step("make folders", root).map(|_durable| ())
     }
 
     fn list(&self, folder: Folder) -> Result<Vec<Listed>> {
@@ -390,7 +400,7 @@ impl Store for SimStore {
 
     fn open(&self, key: &Key) -> Result<Box<dyn ReadAt>> {
         let disk = self.disk();
-        let name = object_name(key);
+        let name = disk.name_of(key);
         disk.refuse_if_dead("open", &name)?;
         let Some(file) = disk.live.objects.get(key) else {
             return Err(Error::store("open", name)(io::ErrorKind::NotFound.into()));
@@ -401,7 +411,7 @@ impl Store for SimStore {
     fn stage(&self, key: &Key) -> Result<Box<dyn StagedWrite>> {
         let mut disk = self.disk();
         if matches!(disk.present_mode(), Some(Mode::FailForever | Mode::Tear | Mode::Crash)) {
-            return Err(io_error("create a staged file for", object_name(key)));
+            return Err(io_error("create a staged file for", disk.name_of(key)));
         }
         let file = disk.create_staged();
         Ok(Box::new(SimStagedWrite {
@@ -439,12 +449,13 @@ impl Store for SimStore {
 
     fn sweep_staged(&self) -> Result<u64> {
         let mut disk = self.disk();
-        if disk.flaw == Some(Flaw::NoSweep) {
+        if disk.flaw == Some(Flaw::StagedStay) {
             return Ok(0);
         }
         let staged: Vec<FileId> = disk.live.staged.iter().copied().collect();
         for file in &staged {
-            disk.step("unlink staged", format!("{ROOT}/tmp/{file}"))?;
+            let name = format!("{}/tmp/{file}", disk.root);
+            disk.step("unlink staged", name)?;
             disk.live.staged.remove(file);
         }
         Ok(staged.len() as u64)
@@ -452,7 +463,7 @@ impl Store for SimStore {
 
     fn lock(&self, holder: &str) -> Result<Box<dyn WriterLock>> {
         let mut disk = self.disk();
-        disk.refuse_if_dead("lock", ROOT)?;
+        disk.refuse_if_dead("lock", &disk.root)?;
         if let Some(holder) = disk.holder.clone() {
             return Err(Error::Locked { root: disk.root.clone(), holder });
         }
@@ -474,10 +485,6 @@ impl fmt::Debug for SimStore {
         let disk = self.disk();
         write!(formatter, "SimStore({:?}, {} steps)", disk.plan, disk.steps)
     }
-}
-
-fn object_name(key: &Key) -> String {
-    format!("{ROOT}/{key}")
 }
 
 fn io_error(operation: &'static str, object: String) -> Error {

@@ -30,7 +30,7 @@ fn matrix() -> Vec<f32> {
 /// What one rank does in a save of two.
 #[derive(Clone)]
 struct Rank {
-    rank: u32,
+    number: u32,
     session_id: String,
     seq: u64,
     world_size: u32,
@@ -45,7 +45,7 @@ struct Rank {
 impl Rank {
     fn new(rank: u32, rows: std::ops::Range<u64>) -> Self {
         Self {
-            rank,
+            number: rank,
             session_id: "5".repeat(32),
             seq: 1,
             world_size: 2,
@@ -65,7 +65,7 @@ impl Rank {
         let rows = (self.rows.start * COLUMNS) as usize..(self.rows.end * COLUMNS) as usize;
         let to_bytes =
             |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
-        let own = self.rank.to_le_bytes();
+        let own = self.number.to_le_bytes();
         let sources = [to_bytes(&self.matrix[rows]), to_bytes(&self.replica), own.to_vec()];
         let entry = |name: &str, rank, dtype, shape: Vec<u64>, region, source| EntryInput {
             name: name.to_owned(),
@@ -79,18 +79,18 @@ impl Rank {
         let entries = vec![
             entry("matrix", None, Dtype::Float32, shape, region, 0),
             entry("replica", None, Dtype::Float32, vec![3], Region::whole(&[3]), 1),
-            entry("rng", Some(self.rank), Dtype::Uint32, vec![1], Region::whole(&[1]), 2),
+            entry("rng", Some(self.number), Dtype::Uint32, vec![1], Region::whole(&[1]), 2),
         ];
         let job = WriteJob {
             store: Arc::clone(store),
             threads: Arc::new(Threads::new(1)),
             header: self.header(),
-            rank: self.rank,
-            pack_name: pack_name(self.seq, self.rank, u64::from(self.rank)),
+            rank: self.number,
+            pack_name: pack_name(self.seq, self.number, u64::from(self.number)),
             chunk_bytes: CHUNK_BYTES,
             entries,
             structure: json("{}"),
-            rank_structures: vec![RankStructure { rank: self.rank, structure: json("{}") }],
+            rank_structures: vec![RankStructure { rank: self.number, structure: json("{}") }],
             base: None,
             gone_packs: HashSet::new(),
             refer_always: true,

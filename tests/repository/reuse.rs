@@ -156,7 +156,7 @@ fn a_base_whose_pack_is_missing_or_shorter_is_written_again() {
         save_tensors(&fresh(&store, Vec::new()), 1, &state).unwrap();
         let name = names(&store, Folder::Packs).remove(0);
         let whole = get(&store, &pack(&name));
-        store.delete(Folder::Packs, &[name.clone()]).unwrap();
+        store.delete(Folder::Packs, std::slice::from_ref(&name)).unwrap();
         if shorter {
             crate::common::put(&store, &pack(&name), &whole[..whole.len() - 1]);
         }
