@@ -1,4 +1,5 @@
 //! Throughput of the kernels, in bytes: `cargo bench`.
+#![expect(clippy::expect_used, reason = "a bench has no caller to report to")]
 
 use std::hint::black_box;
 
