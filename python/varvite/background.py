@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import sys
 import time
-import warnings
 from collections import deque
 
 from varvite.errors import CheckpointError
 from varvite.handles import SaveHandle
+from varvite.notices import warn
 from varvite.records import SaveStats, Stats
 
 __all__ = ["BackgroundSave"]
@@ -69,7 +69,7 @@ class BackgroundSave:
         except CheckpointError as error:
             if self._on_error == "raise":
                 raise
-            warnings.warn(f"the save of step {handle.step} failed: {error}", RuntimeWarning, stacklevel=4)
+            warn(f"the save of step {handle.step} failed: {error}")
 
     def stats(self) -> Stats:
         """Returns the figures of all saves that have ended."""
@@ -109,5 +109,4 @@ class BackgroundSave:
         if self._profile:
             sys.stderr.write(f"varvite: {figures}\n")
         if report["retention_error"] is not None:
-            message = f"retention failed after the save of step {handle.step}: {report['retention_error']}"
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            warn(f"retention failed after the save of step {handle.step}: {report['retention_error']}")

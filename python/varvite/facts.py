@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import errno
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from varvite.errors import CorruptionError, InvalidInputError, StoreError
+from varvite.notices import warn
 from varvite.plain import type_name
 from varvite.records import SnapshotInfo
 from varvite.state import from_text, unflatten
 
 if TYPE_CHECKING:
-    from varvite.native_types import Header
+    from varvite._native import Engine
+    from varvite.native_types import Header, Report
     from varvite.reading import SnapshotView
 
-__all__ = ["all_damaged", "falling_back", "make_info", "reference_text", "skip", "tags_by_seq"]
+__all__ = [
+    "all_damaged",
+    "falling_back",
+    "info_reader",
+    "make_info",
+    "read_tags",
+    "reference_text",
+    "skip",
+    "tags_by_seq",
+]
 
 
 def reference_text(ref: int | str) -> str:
@@ -50,6 +60,23 @@ def tags_by_seq(tags: dict[str, int]) -> dict[int, list[str]]:
     for name, seq in tags.items():
         by_seq.setdefault(seq, []).append(name)
     return by_seq
+
+
+def read_tags(engine: Engine) -> dict[int, list[str]]:
+    """Returns the names of each snapshot; a damaged one must not keep a snapshot from being read."""
+    try:
+        return tags_by_seq(engine.tags())
+    except CorruptionError as error:
+        warn(f"names of snapshots can't be read: {error}")
+        return {}
+
+
+def info_reader(engine: Engine) -> Callable[[Report], SnapshotInfo]:
+    """Returns what makes the public record of a save's report, and holds no manager.
+
+    A manager holds its last save; were it held by that in turn, dropping it would not close it.
+    """
+    return lambda report: make_info(report["header"], read_tags(engine))
 
 
 def make_info(header: Header, tags: dict[int, list[str]]) -> SnapshotInfo:
@@ -92,9 +119,7 @@ def falling_back(ref: int | str, view: SnapshotView, skipped: list[tuple[int, st
 def skip(seq: int, error: CorruptionError | StoreError, skipped: list[tuple[int, str]]) -> None:
     """Notes and says that a snapshot can't be used."""
     skipped.append((seq, str(error)))
-    warnings.warn(
-        f"snapshot {seq} can't be used, going back to the one before: {error}", RuntimeWarning, stacklevel=4
-    )
+    warn(f"snapshot {seq} can't be used, going back to the one before: {error}")
 
 
 def all_damaged(skipped: list[tuple[int, str]]) -> CorruptionError:

@@ -15,7 +15,7 @@ import traceback
 import weakref
 from typing import Protocol
 
-__all__ = ["Closable", "track"]
+__all__ = ["Closable", "close_unheard", "track"]
 
 
 class Closable(Protocol):
@@ -28,6 +28,7 @@ class Closable(Protocol):
         """Forgets everything without touching the repository."""
 
 
+_unheard_count = 0
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _registered_in: int | None = None
 
@@ -43,18 +44,23 @@ def track(manager: Closable) -> None:
     _open.add(manager)
 
 
+def close_unheard(manager: Closable) -> None:
+    """Closes a manager where nobody can catch what that raises: it is printed, and sets the exit status."""
+    global _unheard_count  # noqa: PLW0603 - the process has one exit status
+    try:
+        manager.close()
+    except BaseException:  # noqa: BLE001 - the last place where anybody can hear of it
+        _unheard_count += 1
+        sys.stderr.write("varvite: a save failed and was not waited for:\n")
+        traceback.print_exc()
+
+
 def _close_all() -> None:
     if os.getpid() != _registered_in:
         return
-    failed = False
     for manager in list(_open):
-        try:
-            manager.close()
-        except BaseException:  # noqa: BLE001 - the last place where anybody can hear of it
-            failed = True
-            sys.stderr.write("varvite: a save failed and was not waited for:\n")
-            traceback.print_exc()
-    if failed:
+        close_unheard(manager)
+    if _unheard_count:
         logging = sys.modules.get("logging")
         if logging is not None:
             logging.shutdown()
@@ -66,6 +72,8 @@ def _close_all() -> None:
 
 
 def _abandon_all() -> None:
+    global _unheard_count  # noqa: PLW0603 - what the parent has not heard is the parent's
+    _unheard_count = 0
     for manager in list(_open):
         manager._abandon()  # noqa: SLF001 - the other half of this module's protocol
     _open.clear()

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from varvite.errors import InvalidInputError
 from varvite.objects import read_tree
 from varvite.plain import loaded
+from varvite.plans import Problems
 from varvite.reading import EntryRow, SnapshotView
-from varvite.restore import Problems, fill_in_place
+from varvite.restore import fill_in_place
 from varvite.state import StateDict, flatten, from_text, structure_leaves, unflatten
 from varvite.tensors import allocate
 
@@ -46,7 +47,9 @@ def load_rng(view: SnapshotView, rank: int) -> dict[str, Any] | None:
     if text is None:
         return None
     tree = from_text(text)
-    nest = unflatten(tree, _read(view, [tree], device=None, mmap=False).__getitem__)
+    own = view.of_rank()
+    nest = unflatten(tree, _read(own, [tree], device=None, mmap=False).__getitem__)
+    view.verified_bytes += own.verified_bytes
     found = nest.get("rng") if isinstance(nest, dict) else None
     return found if isinstance(found, dict) else None
 
@@ -105,8 +108,7 @@ def fill_state_dict(view: SnapshotView, state_dict: Mapping[str, Any], prefix: s
     saved = [name for name in view.shared if not start or name.startswith(f"{start}.")]
     live = _live_by_name(state_dict, start, set(saved))
     plan = fill_in_place(live, saved, view, allow_narrowing=False)
-    if not plan.found.matched and (live or saved):
-        plan.found.mismatched = []
+    if not plan.found.matched:
         plan.found.check(strict=False)
     view.read(plan.destinations)
     plan.commit()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -19,10 +18,19 @@ from varvite.errors import (
     NotBuiltYetError,
     SnapshotNotFoundError,
 )
-from varvite.facts import all_damaged, falling_back, make_info, reference_text, skip, tags_by_seq
+from varvite.facts import (
+    all_damaged,
+    falling_back,
+    info_reader,
+    make_info,
+    read_tags,
+    reference_text,
+    skip,
+)
 from varvite.handles import SaveHandle
-from varvite.lifecycle import track
+from varvite.lifecycle import close_unheard, track
 from varvite.loading import fill_state_dict, load_nest, load_rng, load_tensors
+from varvite.notices import warn
 from varvite.reading import SnapshotView
 from varvite.records import (
     EntryInfo,
@@ -48,7 +56,7 @@ from varvite.training import rng as rng_state
 
 if TYPE_CHECKING:
     from varvite.keep import Keep
-    from varvite.native_types import Header, Report
+    from varvite.native_types import Header
 
 __all__ = ["CheckpointManager", "MergePolicy"]
 
@@ -101,6 +109,8 @@ class CheckpointManager:
         ...     [info.step for info in manager.snapshots()]
         [0, 1, 2]
     """
+
+    _closed = True  # until it is open: `__del__` runs for one that could not be made, too
 
     def __init__(
         self,
@@ -189,11 +199,11 @@ class CheckpointManager:
         if self._settings.async_save:
             job = self._engine.save(*payload.lists, **payload.texts)
             timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
-            handle = SaveHandle(step, job, timings, self._info_of_report)
+            handle = SaveHandle(payload.step, job, timings, info_reader(self._engine))
         else:
             report = self._engine.save_sync(*payload.lists, **payload.texts)
             timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
-            handle = SaveHandle(step, None, timings, self._info_of_report, report)
+            handle = SaveHandle(payload.step, None, timings, info_reader(self._engine), report)
         self._background.started(handle)
         return handle
 
@@ -220,8 +230,8 @@ class CheckpointManager:
         payload = describe_save(step, state, metrics, metadata, objects, rng=rng, rank=self._settings.rank)
         report = self._engine.save_sync(*payload.lists, **payload.texts)
         timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
-        self._background.started(SaveHandle(step, None, timings, self._info_of_report, report))
-        return self._info_of_report(report)
+        self._background.started(SaveHandle(payload.step, None, timings, info_reader(self._engine), report))
+        return self._info(report["header"])
 
     def save_final(
         self,
@@ -292,8 +302,7 @@ class CheckpointManager:
         generators = load_rng(view, self._settings.rank)
         restored = restore_objects(view, objects, strict=strict, override=override)
         self._engine.adopt(view.reader, restored.is_whole)
-        if generators is not None:
-            rng_state.restore(generators)
+        rng_skipped = [] if generators is None else rng_state.restore(generators)
         info = self._info(view.header)
         found = restored.found
         return ResumeReport(
@@ -311,6 +320,7 @@ class CheckpointManager:
             overridden=restored.overridden,
             skipped_snapshots=skipped,
             rng="absent" if generators is None else "restored",
+            rng_skipped=rng_skipped,
             loader=restored.loader,
             verified_bytes=view.verified_bytes,
             digest=info.digest,
@@ -422,11 +432,12 @@ class CheckpointManager:
         Damaged ones are left out, with a warning.
         """
         self._must_be_open("list")
+        self._settle()
         headers, damaged = self._engine.snapshots()
         for seq, why in damaged:
-            warnings.warn(f"snapshot {seq} can't be listed: {why}", RuntimeWarning, stacklevel=2)
+            warn(f"snapshot {seq} can't be listed: {why}")
         newest = {header["step"]: header["seq"] for header in headers}
-        tags = tags_by_seq(self._engine.tags())
+        tags = read_tags(self._engine)
         return [make_info(header, tags) for header in headers if newest[header["step"]] == header["seq"]]
 
     def info(self, ref: Ref = "latest") -> SnapshotInfo:
@@ -454,11 +465,13 @@ class CheckpointManager:
                 raw_bytes=row.raw_bytes,
                 stored_bytes=row.stored_bytes,
                 nonfinite=row.nonfinite or 0,
+                rank=row.rank,
             )
             for row in self._view(ref).rows
         ]
 
     def _view(self, ref: Ref) -> SnapshotView:
+        self._settle()
         skipped: list[tuple[int, str]] = []
         for view in self._usable(ref, skipped):
             return view
@@ -477,6 +490,7 @@ class CheckpointManager:
         self._must_be_open("verify")
         if not 0 < sample <= 1:
             raise InvalidInputError(f"invalid sample `{sample}`: must be in (0, 1]", what="sample")
+        self._settle()
         seq = None if ref is None else self._engine.resolve(reference_text(ref))
         found = self._engine.verify(seq, sample)
         findings = [Finding(*row) for row in found["findings"]]
@@ -506,7 +520,6 @@ class CheckpointManager:
             InvalidInputError: The name is not legal, or names another snapshot.
         """
         self._must_be_open("pin")
-        self._settle()
         self._engine.pin(self._view(ref).header["seq"], name)
 
     def unpin(self, name: str) -> None:
@@ -572,12 +585,16 @@ class CheckpointManager:
         """
         if self._closed or os.getpid() != self._process:
             return
-        try:
-            self._background.wait()
-        finally:
-            self._closed = True
-            self._engine.close()
+        # Ctrl-C here leaves the manager open: a lock let go of now would let another process sweep the
+        # files of the save that still runs.
+        self._background.wait()
+        self._closed = True
+        self._engine.close()
         self._background.raise_failure()
+
+    def __del__(self) -> None:
+        """Waits for the save that runs: a manager that goes out of scope must not lose it."""
+        close_unheard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -622,11 +639,8 @@ class CheckpointManager:
         """Waits for the running save, so that a read sees what this process has saved before."""
         self._background.wait()
 
-    def _info_of_report(self, report: Report) -> SnapshotInfo:
-        return self._info(report["header"])
-
     def _info(self, header: Header) -> SnapshotInfo:
-        return make_info(header, tags_by_seq(self._engine.tags()))
+        return make_info(header, read_tags(self._engine))
 
     def _abandon(self) -> None:
         """In a forked child: forgets the parent's save and lock."""

@@ -13,7 +13,7 @@ from varvite.errors import InvalidInputError
 from varvite.plain import loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     import torch
 
@@ -65,12 +65,15 @@ def clean_names(module: torch.nn.Module, names: Iterable[str] | None = None) -> 
     return cleaned
 
 
-def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[torch.Tensor, str]:
+def parameter_names(
+    modules: Mapping[str, torch.nn.Module], qualified: Collection[str] | None = None
+) -> dict[torch.Tensor, str]:
     """Names the parameters of modules, each once: a tied one by its first name.
 
     Args:
-        modules: Modules by the keyword they are saved under. With more than one, the keyword starts
-            each name.
+        modules: Modules by the keyword they are saved under.
+        qualified: The keywords that start the names of their module's parameters; by default all where
+            there is more than one module, else none.
 
     Example:
         >>> import torch
@@ -78,9 +81,11 @@ def parameter_names(modules: Mapping[str, torch.nn.Module]) -> dict[torch.Tensor
         ['weight', 'bias']
     """
     result: dict[torch.Tensor, str] = {}
+    if qualified is None:
+        qualified = modules if len(modules) > 1 else ()
     for keyword, module in modules.items():
         named = dict(module.named_parameters())
-        start = f"{keyword}." if len(modules) > 1 else ""
+        start = f"{keyword}." if keyword in qualified else ""
         for name, clean in clean_names(module, named).items():
             result.setdefault(named[name], start + clean)
     return result

@@ -19,7 +19,16 @@ from varvite.state import Json, Leaf, flatten, from_text, state_dict_node, to_te
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SavedObject", "Tree", "flatten_state", "kind_of", "module_state", "modules_among", "read_tree"]
+__all__ = [
+    "SavedObject",
+    "Tree",
+    "flatten_state",
+    "kind_of",
+    "module_state",
+    "modules_among",
+    "positional_objects",
+    "read_tree",
+]
 
 KINDS = ("module", "optimizer", "stateful", "nest")
 
@@ -165,6 +174,25 @@ def read_tree(text: str) -> tuple[Json | None, dict[str, SavedObject]]:
             case _:
                 raise _corrupt("structure of objects", "[keyword, kind, tree], each keyword once", row)
     return tree["state"], objects
+
+
+def positional_objects(state_tree: Json | None) -> dict[str, SavedObject]:
+    """Returns what the positional nest of a save has under its keys, as nests that a resume can ask for.
+
+    Example:
+        >>> positional_objects({"dict": [["epoch", 3]]})
+        {'epoch': SavedObject(kind='nest', structure=3)}
+    """
+    match state_tree:
+        case {"dict": list(pairs)} | {"ordered_dict": list(pairs)} | {"counter": list(pairs)}:
+            nests = {}
+            for pair in pairs:
+                match pair:
+                    case [str(key), node]:
+                        nests[key] = SavedObject("nest", node)
+            return nests
+        case _:
+            return {}
 
 
 def _corrupt(what: str, expected: str, found: object) -> CorruptionError:

@@ -16,7 +16,7 @@ from varvite.plain import corrupt, type_name
 from varvite.tensors import TensorSpec, allocate, copy_into, is_direct, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     import torch
 
@@ -143,6 +143,7 @@ def plan_optimizer(
     saved: Mapping[str, Any],
     *,
     prefix: str = "optimizer",
+    qualified: Collection[str] | None = None,
 ) -> OptimizerPlan:
     """Plans the restore of an optimizer. Nothing of the optimizer is changed.
 
@@ -152,6 +153,8 @@ def plan_optimizer(
         saved: The saved nest, with a `TensorSpec` in place of each tensor. Two places that have specs
             of one name will share one tensor.
         prefix: Keyword of the optimizer, to start names with.
+        qualified: Keywords that started the names of their module's parameters when they were saved; by
+            default all where there is more than one module.
 
     Returns:
         The plan; call its `check`, fill its `destinations`, then call its `commit`.
@@ -169,7 +172,7 @@ def plan_optimizer(
         >>> plan_optimizer(optimizer, {"model": model}, nest).never_stepped
         ['weight', 'bias']
     """
-    return _Planning(optimizer, modules, _read_nest(saved, prefix), prefix).run()
+    return _Planning(optimizer, modules, _read_nest(saved, prefix), prefix, qualified).run()
 
 
 class _Planning:
@@ -181,13 +184,14 @@ class _Planning:
         modules: Mapping[str, torch.nn.Module],
         saved: _Saved,
         prefix: str,
+        qualified: Collection[str] | None,
     ) -> None:
         self.work = Work(group_order=list(optimizer.param_groups))
         self.plan = OptimizerPlan(optimizer, self.work)
         self.optimizer = optimizer
         self.saved = saved
         self.prefix = prefix
-        self.names = parameter_names(modules)
+        self.names = parameter_names(modules, qualified)
         self.parameters = {name: parameter for parameter, name in self.names.items()}
         self.live_groups = [
             self._live_group(index, group, modules) for index, group in enumerate(optimizer.param_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import CorruptionError, TensorNotFoundError
-from varvite.state import Json, structure_leaves
+from varvite.state import Json, LeafReference, structure_leaves
 from varvite.tensors import allocate, allocate_array
 
 if TYPE_CHECKING:
@@ -63,6 +64,17 @@ class SnapshotView:
         self.shared = {row.name: row for row in self.rows if row.rank is None}
         self.local = {row.name: row for row in self.rows if row.rank == rank}
         self.verified_bytes = 0
+        self._visible = {**self.local, **self.shared}
+
+    def of_rank(self) -> SnapshotView:
+        """Returns a view in which names are those of this rank's own state.
+
+        A caller's state may use the same names: `rng.torch`, for one. It counts its verified bytes itself.
+        """
+        view = copy.copy(self)
+        view._visible = self.local  # noqa: SLF001 - a copy of its own kind
+        view.verified_bytes = 0
+        return view
 
     def row(self, name: str) -> EntryRow:
         """Returns the entry of a name that a structure refers to.
@@ -70,7 +82,7 @@ class SnapshotView:
         Raises:
             CorruptionError: There is none: structure and entries of the manifest disagree.
         """
-        row = self.shared.get(name) or self.local.get(name)
+        row = self._visible.get(name)
         if row is None:
             raise CorruptionError(
                 f"corrupt structure of snapshot {self.header['seq']}: it refers to an entry that is not "
@@ -98,14 +110,22 @@ class SnapshotView:
             structure: The tree whose leaves need memory.
             known: Memory that is there already, by name.
         """
+        return self.allocate(structure_leaves(structure), known)
+
+    def allocate(
+        self, references: Iterable[LeafReference], known: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Makes memory for some leaves, as `allocate_for` does for all of a structure."""
         made: dict[str, Any] = dict(known or {})
-        for reference in structure_leaves(structure):
+        # A tie may lead to a leaf of another object, whose name stays that object's to read.
+        by_first: dict[str, Any] = dict(made)
+        for reference in references:
             row = self.row(reference.name)
             first = row.tied_to if row.tied_to is not None else row.name
-            if first not in made:
+            if first not in by_first:
                 make = allocate_array if reference.is_array else allocate
-                made[first] = make(row.dtype, row.shape)
-            made[row.name] = made[first]
+                by_first[first] = make(row.dtype, row.shape)
+            made[row.name] = by_first[first]
         return made
 
     def unique(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +172,7 @@ class SnapshotView:
         Raises:
             TensorNotFoundError: One matches nothing; names what looks alike.
         """
-        visible = {**self.local, **self.shared}
+        visible = self._visible
         chosen: dict[str, EntryRow] = {}
         for pattern in patterns:
             names = [pattern] if pattern in visible else fnmatch.filter(visible, pattern)

@@ -190,6 +190,7 @@ class ResumeReport:
         overridden: A line for each hyper-parameter that `override` set after the restore.
         skipped_snapshots: `(seq, why)` of newer snapshots that can't be used.
         rng: `restored`, `derived` or `absent`.
+        rng_skipped: A line for each generator that was not restored, and why.
         loader: What became of the data loader's position.
         verified_bytes: Bytes whose digest was checked.
         digest: Digest of the restored state.
@@ -214,6 +215,7 @@ class ResumeReport:
     overridden: list[str] = field(default_factory=list)
     skipped_snapshots: list[tuple[int, str]] = field(default_factory=list)
     rng: str = "absent"
+    rng_skipped: list[str] = field(default_factory=list)
     loader: str = "absent"
     verified_bytes: int = 0
     digest: str | None = None
@@ -243,6 +245,7 @@ class ResumeReport:
         facts = f"{len(self.matched)} entries, {format_bytes(self.verified_bytes)} verified, rng {self.rng}"
         lines = [f"resumed after step {self.step}{objects} ({facts})"]
         lines += [f"  skipped snapshot {seq}: {why}" for seq, why in self.skipped_snapshots]
+        lines += [f"  generator not restored: {line}" for line in self.rng_skipped]
         lines += _differences(self.missing, self.unexpected, self.mismatched, self.defaulted)
         return "\n".join(lines)
 
@@ -413,6 +416,8 @@ class EntryInfo:
         nonfinite: Number of NaN and infinite elements, `None` where not counted.
         abs_max: Largest absolute value, `None` where not known.
         l2_norm: Euclidean norm, `None` where not known.
+        rank: The rank whose own state it is, such as that of its random number generators; `None` for what
+            all share. Names differ among the entries of one rank.
     """
 
     name: str
@@ -424,6 +429,7 @@ class EntryInfo:
     nonfinite: int | None = None
     abs_max: float | None = None
     l2_norm: float | None = None
+    rank: int | None = None
 
     def __str__(self) -> str:
         """Returns one line."""

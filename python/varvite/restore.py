@@ -6,16 +6,18 @@ agree with the snapshot. Tensors that lie dense in CPU memory are filled where t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.modules import clean_names
-from varvite.objects import SavedObject, kind_of, module_state, read_tree
+from varvite.nests import plan_nest
+from varvite.objects import SavedObject, kind_of, module_state, modules_among, positional_objects, read_tree
 from varvite.optim import override_groups, plan_optimizer
-from varvite.plain import loaded, type_name
-from varvite.state import flatten, structure_names, unflatten
+from varvite.plain import loaded
+from varvite.plans import ObjectPlan, Problems, may_convert
+from varvite.state import flatten, state_dict_node, structure_leaves, structure_names, unflatten
 from varvite.tensors import TensorSpec, allocate, allocate_array, describe, find_ties, is_direct
 
 if TYPE_CHECKING:
@@ -23,106 +25,7 @@ if TYPE_CHECKING:
 
     from varvite.reading import SnapshotView
 
-__all__ = ["ObjectPlan", "Problems", "Restored", "fill_in_place", "plan_object", "restore_objects"]
-
-Mismatched = tuple[str, str, Any, Any]
-
-_EXACT_WIDENINGS = {
-    "bfloat16": ("float32", "float64"),
-    "float16": ("float32", "float64"),
-    "float32": ("float64",),
-    "float8_e4m3fn": ("float16", "bfloat16", "float32", "float64"),
-    "float8_e5m2": ("float16", "bfloat16", "float32", "float64"),
-    "complex32": ("complex64", "complex128"),
-    "complex64": ("complex128",),
-    "uint8": ("uint16", "uint32", "uint64", "int16", "int32", "int64"),
-    "uint16": ("uint32", "uint64", "int32", "int64"),
-    "uint32": ("uint64", "int64"),
-    "int8": ("int16", "int32", "int64"),
-    "int16": ("int32", "int64"),
-    "int32": ("int64",),
-}
-"""Dtypes that hold every value of a dtype: a load may go there without asking."""
-
-
-@dataclass
-class Problems:
-    """What a restore found, by names, over all objects.
-
-    Attributes:
-        matched: Entries that are restored.
-        missing: Names that the live side has and the snapshot lacks.
-        unexpected: Names that the snapshot has and the live side lacks.
-        mismatched: `(name, field, expected, found)` of what differs.
-        defaulted: Hyper-parameters that keep the live value.
-        never_stepped: Parameters that had no optimizer state when they were saved.
-    """
-
-    matched: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[Mismatched] = field(default_factory=list)
-    defaulted: list[str] = field(default_factory=list)
-    never_stepped: list[str] = field(default_factory=list)
-
-    def add(self, other: Any) -> None:
-        """Adds what another finding lists, an `OptimizerPlan` included."""
-        for name in ("matched", "missing", "unexpected", "mismatched", "defaulted", "never_stepped"):
-            getattr(self, name).extend(getattr(other, name))
-
-    def check(self, *, strict: bool) -> None:
-        """Raises what stands against the restore, all of it at once.
-
-        Raises:
-            MismatchError: A shape or dtype differs, or `strict` and one side lacks names; or nothing
-                matched at all.
-        """
-        lines = [
-            f"`{name}` has another {what}: expected {_show(expected)}, but the snapshot has: {_show(found)}"
-            for name, what, expected, found in self.mismatched
-        ]
-        if strict:
-            lines += [f"the snapshot lacks `{name}`" for name in self.missing]
-            lines += [f"only the snapshot has `{name}`" for name in self.unexpected]
-        elif not self.matched and (self.missing or self.unexpected):
-            lines += ["no name of the snapshot matches: nothing would be loaded"]
-        if not lines:
-            return
-        more = f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
-        raise MismatchError(
-            "cannot restore, and nothing was changed:\n  " + "\n  ".join(lines[:12]) + more,
-            hint=_advice(self.mismatched),
-            missing=self.missing,
-            unexpected=self.unexpected,
-            mismatched=self.mismatched,
-        )
-
-
-def _show(value: Any) -> str:
-    return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _advice(mismatched: list[Mismatched]) -> str:
-    if any(what == "dtype" for _, what, _, _ in mismatched):
-        return 'to round values on load, pass override={"allow_narrowing": True}'
-    if mismatched:
-        return "build the objects as they were saved"
-    return "pass the objects that were saved, or strict=False to load what matches"
-
-
-@dataclass
-class ObjectPlan:
-    """What a restore will do with one object.
-
-    Attributes:
-        destinations: Dense CPU tensors or arrays to fill, by name of the entry.
-        found: What matched and what did not.
-        commit: Installs what was read; called once all destinations are filled.
-    """
-
-    destinations: dict[str, Any]
-    found: Problems
-    commit: Callable[[], None]
+__all__ = ["Restored", "fill_in_place", "restore_objects"]
 
 
 @dataclass
@@ -161,44 +64,81 @@ def restore_objects(
             was met hold values of the snapshot.
     """
     state_tree, saved = read_tree(view.reader.structure())
-    modules = {keyword: value for keyword, value in objects.items() if kind_of(value) == "module"}
+    positional = positional_objects(state_tree)
     settings = dict(override)
     allow_narrowing = bool(settings.pop("allow_narrowing", False))
+    modules = modules_among(objects)
+    qualified = _qualified(modules, saved)
     found = Problems()
     plans: dict[str, ObjectPlan] = {}
     for keyword, value in objects.items():
-        if keyword not in saved:
+        known = saved.get(keyword) or positional.get(keyword)
+        if known is None:
             found.missing.append(keyword)
             continue
-        plans[keyword] = plan_object(
-            keyword, value, saved[keyword], view, modules, allow_narrowing=allow_narrowing
+        plans[keyword] = _plan_object(
+            keyword, value, known, view, modules, qualified, allow_narrowing=allow_narrowing
         )
         found.add(plans[keyword].found)
     found.unexpected += [keyword for keyword in saved if keyword not in objects]
     if state_tree is not None:
-        found.unexpected += structure_names(state_tree)
+        restored = {
+            name for keyword in plans if keyword in positional for name in plans[keyword].found.matched
+        }
+        found.unexpected += [name for name in structure_names(state_tree) if name not in restored]
+    destinations = _disjoint(plans, view, found)
     found.check(strict=strict)
-    optimizers = [
-        value for keyword, value in objects.items() if keyword in plans and kind_of(value) == "optimizer"
-    ]
-    if settings and not optimizers:
-        reason = "no optimizer is restored; legal is `allow_narrowing`"
-        raise InvalidInputError(
-            f"invalid override `{next(iter(settings))}`: {reason}", what="override", reason=reason
-        )
+    optimizers = [objects[keyword] for keyword in plans if kind_of(objects[keyword]) == "optimizer"]
+    _check_override(settings, optimizers)
 
-    view.read({name: buffer for plan in plans.values() for name, buffer in plan.destinations.items()})
+    view.read(destinations)
     order = sorted(plans, key=lambda keyword: _install_order(objects[keyword]))
     for keyword in order:
         plans[keyword].commit()
-    overridden = (
-        [line for optimizer in optimizers for line in override_groups(optimizer, settings)]
-        if settings
-        else []
-    )
+    overridden = [line for optimizer in optimizers for line in _override(optimizer, settings)]
     is_whole = not (found.missing or found.unexpected or found.mismatched)
     loader = "restored" if any(_is_loader(objects[keyword]) for keyword in order) else "absent"
     return Restored(found, order, overridden, is_whole, loader)
+
+
+def _qualified(modules: Mapping[str, Any], saved: Mapping[str, SavedObject]) -> set[str]:
+    """Returns the modules whose keyword starts the names of their parameters in the saved optimizers.
+
+    That was decided by the modules beside them at the save, and a resume may be given others.
+    """
+    saved_modules = {keyword for keyword, one in saved.items() if one.kind == "module"}
+    return set(modules) if len(saved_modules) > 1 else set(modules) - saved_modules
+
+
+def _disjoint(plans: Mapping[str, ObjectPlan], view: SnapshotView, found: Problems) -> dict[str, Any]:
+    """Joins the destinations of all plans; of those that are one memory only the first is read.
+
+    A module and a part of it under two keywords are such.
+    """
+    joined = {name: buffer for plan in plans.values() for name, buffer in plan.destinations.items()}
+    if len(plans) < 2 and not any(plan.may_alias for plan in plans.values()):
+        return joined
+    for name, first in find_ties(describe(name, value) for name, value in joined.items()).items():
+        del joined[name]
+        if not view.same_bytes(name, first):
+            expected = f"that of `{first}`, with which it shares memory"
+            found.mismatched.append((name, "value", expected, "another"))
+    return joined
+
+
+def _check_override(settings: Mapping[str, Any], optimizers: list[Any]) -> None:
+    """Refuses what no optimizer has, before anything changes."""
+    legal = {key for optimizer in optimizers for group in optimizer.param_groups for key in group}
+    legal = {"allow_narrowing", *legal} - {"params"}
+    for key in settings:
+        if key not in legal:
+            reason = f"no optimizer that is restored has it; legal are {', '.join(sorted(legal))}"
+            raise InvalidInputError(f"invalid override `{key}`: {reason}", what="override", reason=reason)
+
+
+def _override(optimizer: Any, settings: Mapping[str, Any]) -> list[str]:
+    own = {key: settings[key] for key in settings if any(key in group for group in optimizer.param_groups)}
+    return override_groups(optimizer, own)
 
 
 def _install_order(value: Any) -> int:
@@ -213,12 +153,13 @@ def _is_loader(value: Any) -> bool:
     return kind_of(value) == "stateful" and hasattr(value, "__iter__")
 
 
-def plan_object(
+def _plan_object(
     keyword: str,
     value: Any,
     saved: SavedObject,
     view: SnapshotView,
     modules: Mapping[str, torch.nn.Module],
+    qualified: set[str],
     *,
     allow_narrowing: bool,
 ) -> ObjectPlan:
@@ -232,6 +173,7 @@ def plan_object(
         saved: What the snapshot has under this keyword.
         view: The snapshot.
         modules: The modules given beside it.
+        qualified: The keywords among them that start names of parameters.
         allow_narrowing: Whether a value may be rounded to the live dtype.
 
     Raises:
@@ -252,13 +194,14 @@ def plan_object(
         return _plan_module(keyword, value, saved, view, allow_narrowing=allow_narrowing)
     if kind == "optimizer":
         specs = {name: TensorSpec(name, *view.description(name)) for name in structure_names(saved.structure)}
-        plan = plan_optimizer(value, modules, unflatten(saved.structure, specs.__getitem__), prefix=keyword)
+        nest = unflatten(saved.structure, specs.__getitem__)
+        plan = plan_optimizer(value, modules, nest, prefix=keyword, qualified=qualified)
         found = Problems()
         found.add(plan)
         return ObjectPlan(dict(plan.destinations), found, plan.commit)
     if kind == "stateful":
         return _plan_stateful(value, saved, view)
-    return _plan_nest(keyword, value, saved, view)
+    return plan_nest(keyword, value, saved, view, allow_narrowing=allow_narrowing)
 
 
 def fill_in_place(
@@ -286,16 +229,17 @@ def fill_in_place(
             found.mismatched.append((name, "shape", list(one.shape), list(saved_shape)))
             continue
         exact = saved_dtype == one.dtype
-        if not exact and not _may_convert(saved_dtype, one.dtype, allow_narrowing=allow_narrowing):
+        if not exact and not may_convert(saved_dtype, one.dtype, allow_narrowing=allow_narrowing):
             found.mismatched.append((name, "dtype", one.dtype, saved_dtype))
             continue
-        found.matched.append(name)
         if name in ties and ties[name] in found.matched:
-            if not view.same_bytes(name, ties[name]):
-                found.mismatched.append(
-                    (name, "value", f"that of `{ties[name]}`, with which it is tied", "another")
-                )
+            if view.same_bytes(name, ties[name]):
+                found.matched.append(name)
+            else:
+                expected = f"that of `{ties[name]}`, with which it is tied"
+                found.mismatched.append((name, "value", expected, "another"))
             continue
+        found.matched.append(name)
         value = live[name]
         if exact and _is_direct(value):
             destinations[name] = value.detach() if hasattr(value, "detach") else value
@@ -308,14 +252,6 @@ def fill_in_place(
             destinations[name] = buffer
             copies.append((value, buffer))
     return ObjectPlan(destinations, found, lambda: _copy_all(copies))
-
-
-def _may_convert(saved: str, live: str, *, allow_narrowing: bool) -> bool:
-    if live in _EXACT_WIDENINGS.get(saved, ()):
-        return True
-    both_floats = all(name.startswith(("float", "bfloat")) and "x2" not in name for name in (saved, live))
-    both_complex = all(name.startswith("complex") for name in (saved, live))
-    return allow_narrowing and (both_floats or both_complex)
 
 
 def _is_direct(value: Any) -> bool:
@@ -338,45 +274,86 @@ def _copy_all(copies: list[tuple[Any, Any]]) -> None:
 def _plan_module(
     keyword: str, module: torch.nn.Module, saved: SavedObject, view: SnapshotView, *, allow_narrowing: bool
 ) -> ObjectPlan:
-    flat = flatten(module_state(module), prefix=(keyword,))
-    live = {leaf.name: leaf.value for leaf in flat.leaves}
-    saved_names = structure_names(saved.structure)
+    state = module_state(module)
+    saved_state = unflatten(saved.structure, _Name)
+    tensors = {key: value for key, value in state.items() if not _is_extra(key, value)}
+    live = {leaf.name: leaf.value for leaf in flatten(state_dict_node(tensors), prefix=(keyword,)).leaves}
+    saved_extra = {key: value for key, value in saved_state.items() if _is_extra(key, value)}
+    saved_names = [
+        name for key in saved_state if key not in saved_extra for name in _names_in(saved_state[key])
+    ]
     plan = fill_in_place(live, saved_names, view, allow_narrowing=allow_narrowing)
+    extra = [key for key in state if key not in tensors]
+    plan.found.missing += [f"{keyword}.{key}" for key in extra if key not in saved_extra]
+    plan.found.unexpected += [f"{keyword}.{key}" for key in saved_extra if key not in extra]
     if not _is_backed(module, live):
         # A hook makes other tensors of the module's own: only its load_state_dict knows the way back.
         return _plan_by_load_state_dict(module, saved, view, plan)
-    extra = {key for key in module.state_dict() if key.endswith("_extra_state")}
-    if not extra:
-        return plan
+    wanted = {key: saved_extra[key] for key in extra if key in saved_extra}
+    return _plan_extra_state(module, saved, view, plan, wanted) if wanted else plan
+
+
+class _Name(str):
+    """Stands for the leaf of this name."""
+
+    __slots__ = ()
+
+
+def _is_extra(key: str, value: Any) -> bool:
+    """True for what `get_extra_state` gave, or what a hook added: no tensor of the module's own."""
+    is_leaf = isinstance(value, _Name) or hasattr(value, "detach") or hasattr(value, "__array_interface__")
+    return not is_leaf or key.rpartition(".")[2] == "_extra_state"
+
+
+def _names_in(value: Any) -> list[str]:
+    if isinstance(value, _Name):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [name for item in items for name in _names_in(item)]
+
+
+def _plan_extra_state(
+    module: torch.nn.Module,
+    saved: SavedObject,
+    view: SnapshotView,
+    plan: ObjectPlan,
+    wanted: Mapping[str, Any],
+) -> ObjectPlan:
+    """Adds to a plan what only the module's load_state_dict takes back."""
+    names = {name for value in wanted.values() for name in _names_in(value)}
+    buffers = view.allocate(leaf for leaf in structure_leaves(saved.structure) if leaf.name in names)
+    plan.found.matched += sorted(names)
+    original = {clean: key for key, clean in clean_names(module).items()}
     fill = plan.commit
-    names = clean_names(module, extra)
 
     def commit() -> None:
         fill()
-        state = unflatten(saved.structure, lambda name: plan.destinations.get(name, live.get(name)))
-        found = {key: state[names[key]] for key in extra if names[key] in state}
-        module.load_state_dict(found, strict=False)
+        found = unflatten(saved.structure, buffers.get)
+        module.load_state_dict({original[key]: found[key] for key in wanted}, strict=False)
 
-    return ObjectPlan(plan.destinations, plan.found, commit)
+    return ObjectPlan({**plan.destinations, **view.unique(buffers)}, plan.found, commit)
 
 
 def _is_backed(module: torch.nn.Module, live: Mapping[str, Any]) -> bool:
-    """True where every tensor of the state dict is memory of a parameter or buffer of the module."""
+    """True where every leaf of the state dict is memory of a parameter or buffer of the module."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    return all(tensor.untyped_storage().data_ptr() in own for tensor in live.values() if tensor.numel() > 0)
+    return all(
+        hasattr(leaf, "untyped_storage") and (leaf.numel() == 0 or leaf.untyped_storage().data_ptr() in own)
+        for leaf in live.values()
+    )
 
 
 def _plan_by_load_state_dict(
     module: torch.nn.Module, saved: SavedObject, view: SnapshotView, plan: ObjectPlan
 ) -> ObjectPlan:
-    buffers = {name: allocate(*view.description(name)) for name in structure_names(saved.structure)}
+    buffers = view.allocate_for(saved.structure)
 
     def commit() -> None:
         state = unflatten(saved.structure, buffers.__getitem__)
         original = {clean: key for key, clean in clean_names(module).items()}
         module.load_state_dict({original.get(key, key): value for key, value in state.items()}, strict=False)
 
-    return ObjectPlan(buffers, plan.found, commit)
+    return ObjectPlan(view.unique(buffers), plan.found, commit)
 
 
 def _plan_stateful(value: Any, saved: SavedObject, view: SnapshotView) -> ObjectPlan:
@@ -387,57 +364,3 @@ def _plan_stateful(value: Any, saved: SavedObject, view: SnapshotView) -> Object
         value.load_state_dict(unflatten(saved.structure, buffers.__getitem__))
 
     return ObjectPlan(view.unique(buffers), found, commit)
-
-
-def _plan_nest(keyword: str, value: Any, saved: SavedObject, view: SnapshotView) -> ObjectPlan:
-    flat = flatten(value, prefix=(keyword,))
-    if not isinstance(value, (dict, list)) and not flat.leaves:
-        reason = f"{type_name(value)} can't be filled in place"
-        raise InvalidInputError(
-            f"cannot restore `{keyword}`: {reason}",
-            hint=f"pass a dict, or read it with load()[{keyword!r}]",
-            what=keyword,
-            reason=reason,
-        )
-    live = {leaf.name: leaf.value for leaf in flat.leaves}
-    buffers = view.allocate_for(saved.structure)
-    found = Problems(matched=[name for name in buffers if name in live or isinstance(value, (dict, list))])
-    found.missing = [name for name in live if name not in buffers]
-    for name, mine in live.items():
-        if name in buffers:
-            dtype, shape = view.description(name)
-            one = describe(name, mine)
-            if tuple(one.shape) != tuple(shape):
-                found.mismatched.append((name, "shape", list(one.shape), list(shape)))
-            elif one.dtype != dtype:
-                found.mismatched.append((name, "dtype", one.dtype, dtype))
-
-    def commit() -> None:
-        _assign(value, unflatten(saved.structure, buffers.__getitem__))
-
-    return ObjectPlan(view.unique(buffers), found, commit)
-
-
-def _assign(live: Any, saved: Any) -> Any:
-    """Makes `live` equal `saved`, keeping its containers and tensors; returns what stands in its place."""
-    torch = loaded("torch")
-    if torch is not None and isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
-        with torch.no_grad():
-            live.detach().copy_(saved)
-        return live
-    if isinstance(live, dict) and isinstance(saved, dict):
-        for key in [key for key in live if key not in saved]:
-            del live[key]
-        for key, value in saved.items():
-            live[key] = _assign(live.get(key), value)
-        return live
-    if isinstance(live, list) and isinstance(saved, list):
-        live[:] = [
-            _assign(live[index] if index < len(live) else None, value) for index, value in enumerate(saved)
-        ]
-        return live
-    numpy = loaded("numpy")
-    if numpy is not None and isinstance(live, numpy.ndarray) and isinstance(saved, numpy.ndarray):
-        live[...] = saved
-        return live
-    return saved

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from varvite.errors import InvalidInputError
 from varvite.objects import flatten_state
-from varvite.plain import loaded, type_name
+from varvite.plain import type_name
 from varvite.state import Leaf, flatten, to_text
 from varvite.tensors import Described, describe, find_ties
 from varvite.training import rng as rng_state
@@ -31,6 +31,11 @@ class Payload(NamedTuple):
     ]
     texts: dict[str, Any]
     described: list[Described]
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return self.lists[0]
 
 
 def describe_save(
@@ -91,21 +96,29 @@ def describe_save(
 
 def _read_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Reads numbers, also those of tensors and NumPy scalars with one element."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        reason = f"must be a dict of numbers by name, not {type_name(metrics)}"
+        raise InvalidInputError(f"invalid metrics: {reason}", what="metrics", reason=reason)
     read: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str):
             raise InvalidInputError(f"invalid metric name `{name!r}`: must be a text", what="metrics")
-        torch = loaded("torch")
-        is_number = isinstance(value, (int, float)) or hasattr(value, "__float__")
-        if torch is not None and isinstance(value, torch.Tensor) and value.numel() != 1:
-            is_number = False
-        if not is_number or isinstance(value, (str, bytes)):
+        number = None if isinstance(value, (str, bytes)) else _as_float(value)
+        if number is None:
             reason = f"must be a number, not {type_name(value)}"
             raise InvalidInputError(
                 f"invalid metric `{name}`: {reason}", what=f"metrics.{name}", reason=reason
             )
-        read[name] = float(value)
+        read[name] = number
     return read
+
+
+def _as_float(value: Any) -> float | None:
+    try:
+        # A loss is usually given as it is, and torch warns where a tensor with a gradient becomes a number.
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: a tensor of many elements
+        return None
 
 
 def _metadata_text(metadata: Mapping[str, Any] | None) -> str:

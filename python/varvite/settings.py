@@ -17,6 +17,7 @@ from varvite.keep import Keep
 __all__ = ["MergePolicy", "Settings", "read_settings"]
 
 _SAVE_DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+_LEGAL_PATHS = "a folder, or a url file://, s3://, gs:// or az://"
 _REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure")
 
 
@@ -158,31 +159,35 @@ def _check_not_built(arguments: Mapping[str, Any]) -> None:
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise _refuse("path", path, "a folder, or a url file://, s3://, gs:// or az://")
+        raise _refuse("path", path, _LEGAL_PATHS)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme in _REMOTE_SCHEMES:
         raise NotBuiltYetError(
             f"not built yet in this version: a repository in a bucket, `{text}`", what="path"
         )
     if scheme == "file":
-        text = unquote(urlsplit(text).path)
+        url = urlsplit(text)
+        # `file://runs/demo` names a host, and would open `/demo`.
+        if url.netloc not in ("", "localhost") or not url.path:
+            raise _refuse("path", path, "an absolute path after `file://`, as in file:///home/me/runs")
+        text = unquote(url.path)
     elif scheme:
-        raise _refuse("path", path, "a folder, or a url file://, s3://, gs:// or az://")
+        raise _refuse("path", path, _LEGAL_PATHS)
     return Path(text).expanduser().absolute()
 
 
 def _threads(threads: int | None) -> int:
-    source, value = "threads", threads
+    source, value, shown = "threads", threads, str(threads)
     if value is None and os.environ.get("VARVITE_THREADS"):
-        source, text = "VARVITE_THREADS", os.environ["VARVITE_THREADS"]
-        value = int(text) if text.isdecimal() else -1
+        source, shown = "VARVITE_THREADS", os.environ["VARVITE_THREADS"]
+        value = int(shown) if shown.isdecimal() else -1
     if value is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // max(1, _environment_number("LOCAL_WORLD_SIZE") or 1))
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:
-        raise _refuse(source, value, "a whole number from 1 to 1024")
+        raise _refuse(source, shown, "a whole number from 1 to 1024")
     return value
 
 

@@ -381,13 +381,21 @@ def _address(value: torch.Tensor) -> int:
 def _address_reader() -> Callable[[torch.Tensor], int]:
     """Returns the function that reads the address of a tensor's first element.
 
-    Unlike `Tensor.data_ptr`, `_data_address` doesn't make a copy-on-write clone copy itself.
+    Unlike `Tensor.data_ptr`, `_data_address` doesn't make a copy-on-write clone copy itself. It gives
+    where the storage starts, not the tensor.
     """
     import torch
 
-    data_ptr: Any = torch.Tensor.data_ptr
-    reader: Callable[[torch.Tensor], int] = getattr(torch._C, "_data_address", data_ptr)  # noqa: SLF001
-    return reader
+    storage_address: Any = getattr(torch._C, "_data_address", None)  # noqa: SLF001 - there is no public way
+    if storage_address is None:
+        data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+        return data_ptr
+
+    def read(value: torch.Tensor) -> int:
+        start: int = storage_address(value)
+        return start + value.storage_offset() * value.element_size() if start else 0
+
+    return read
 
 
 def _is_zero(value: torch.Tensor) -> bool:

@@ -7,21 +7,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support import raw_bytes
 
 from varvite.state import flatten, from_text, to_text, unflatten
 from varvite.tensors import TensorSpec, allocate, allocate_array, describe, find_ties
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def raw_bytes(value: Any) -> bytes:
-    """Returns the bytes of a dense tensor or array."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return value.tobytes()
 
 
 def fill(target: Any, raw: bytes) -> None:

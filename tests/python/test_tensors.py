@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from conftest import raw_bytes
+from support import raw_bytes
 from torch.utils import _pytree
 
 from varvite.errors import InvalidInputError, MismatchError
