@@ -17,6 +17,7 @@ test: check test-rust build stubs test-python sdist ## Everything that has to pa
 check: $(VENV)/.tools ## Format and lints of both languages
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets --features kill-points -- -D warnings
+	$(CARGO) clippy --locked --features python -- -D warnings
 	$(BIN)/ruff format --check python tests/python examples benches
 	$(BIN)/ruff check python tests/python examples benches
 
@@ -24,7 +25,6 @@ test-rust: ## The engine alone, without Python in the graph
 	$(CARGO) test --locked --features kill-points
 
 build: $(VENV)/.tools ## The extension, built into `python/varvite` and installed in the virtual environment
-	$(CARGO) clippy --locked --features python -- -D warnings
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked
 
 stubs: build ## The stub against the built module, types of the Python layer

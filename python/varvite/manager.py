@@ -265,8 +265,9 @@ class CheckpointManager:
 
         Args:
             ref: Which snapshot: a step, or a reference such as `latest`, `best:val_loss`, `tag:NAME`.
-            strict: Names must match both ways. Otherwise what matches is restored and the report lists
-                the rest; nothing matching at all is an error even then.
+            strict: Names, shapes and dtypes must match both ways. Otherwise what matches is restored,
+                what does not keeps its value, and the report lists it; nothing matching at all is an
+                error even then.
             require: An empty repository is an error instead of a fresh start.
             override: Hyper-parameters to set in every optimizer after the restore, such as
                 `{"lr": 1e-5}`; `{"allow_narrowing": True}` lets values be rounded to a narrower dtype.
@@ -278,7 +279,8 @@ class CheckpointManager:
         Raises:
             SnapshotNotFoundError: The reference names none, or there is none and `require` is set.
             MismatchError: Names, shapes or dtypes differ; lists all of them.
-            CorruptionError: The snapshot, or with `latest` every snapshot, is damaged.
+            CorruptionError: The snapshot, or with `latest` every snapshot, is damaged. Tensors that were
+                filled before the damage was met hold values of that snapshot: don't train on.
         """
         self._must_be_open("resume")
         self._settle()

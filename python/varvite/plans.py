@@ -55,21 +55,27 @@ class Problems:
         for name in ("matched", "missing", "unexpected", "mismatched", "defaulted", "never_stepped"):
             getattr(self, name).extend(getattr(other, name))
 
-    def check(self, *, strict: bool) -> None:
+    def check(self, *, strict: bool, in_whole: bool = False) -> None:
         """Raises what stands against the restore, all of it at once.
 
+        Args:
+            strict: Names, shapes and dtypes must match.
+            in_whole: A shape or dtype that differs can't be left alone, even where not strict.
+
         Raises:
-            MismatchError: A shape or dtype differs, or `strict` and one side lacks names; or nothing
-                matched at all.
+            MismatchError: `strict`, and a shape or dtype differs or one side lacks names; or nothing
+                matched at all; or objects differ as a whole, such as an optimizer's class.
         """
+        nothing = not self.matched and bool(self.missing or self.unexpected or self.mismatched)
         lines = [
             f"`{name}` has another {what}: expected {_show(expected)}, but the snapshot has: {_show(found)}"
             for name, what, expected, found in self.mismatched
+            if strict or nothing or in_whole or what not in _LEFT_ALONE
         ]
         if strict:
             lines += [f"the snapshot lacks `{name}`" for name in self.missing]
             lines += [f"only the snapshot has `{name}`" for name in self.unexpected]
-        elif not self.matched and (self.missing or self.unexpected):
+        elif nothing:
             lines += ["no name of the snapshot matches: nothing would be loaded"]
         if not lines:
             return
@@ -81,6 +87,10 @@ class Problems:
             unexpected=self.unexpected,
             mismatched=self.mismatched,
         )
+
+
+_LEFT_ALONE = ("shape", "dtype")
+"""What may differ of one tensor in a restore that is not strict: it keeps its value and is reported."""
 
 
 def _show(value: Any) -> str:

@@ -87,7 +87,11 @@ def restore_objects(
         }
         found.unexpected += [name for name in structure_names(state_tree) if name not in restored]
     destinations = _disjoint(plans, view, found)
-    found.check(strict=strict)
+    # A nest takes over whole containers: there is no leaving out one of its tensors.
+    in_whole = any(
+        plan.found.mismatched for keyword, plan in plans.items() if kind_of(objects[keyword]) == "nest"
+    )
+    found.check(strict=strict, in_whole=in_whole)
     optimizers = [objects[keyword] for keyword in plans if kind_of(objects[keyword]) == "optimizer"]
     _check_override(settings, optimizers)
 
@@ -351,7 +355,9 @@ def _plan_by_load_state_dict(
     def commit() -> None:
         state = unflatten(saved.structure, buffers.__getitem__)
         original = {clean: key for key, clean in clean_names(module).items()}
-        module.load_state_dict({original.get(key, key): value for key, value in state.items()}, strict=False)
+        left_alone = {row[0].partition(".")[2] for row in plan.found.mismatched}
+        fitting = {original.get(key, key): value for key, value in state.items() if key not in left_alone}
+        module.load_state_dict(fitting, strict=False)
 
     return ObjectPlan(view.unique(buffers), plan.found, commit)
 

@@ -461,3 +461,28 @@ def test_without_rng_nothing_of_it_is_saved_or_restored(manager):
     assert report.rng == "absent"
     assert_same(torch.get_rng_state(), state)
     assert manager.load().rng is None
+
+
+def test_without_strict_a_tensor_of_another_shape_keeps_its_value_and_the_rest_is_restored(manager):
+    def build(classes):
+        torch.manual_seed(classes)
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, classes)})
+        optimizer = torch.optim.Adam(model.parameters())
+        model["head"](model["body"](torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    saved, saved_optimizer = build(3)
+    manager.save(0, model=saved, optimizer=saved_optimizer)
+    live, optimizer = build(4)
+    head = copy_of(live["head"].weight)
+    moment = copy_of(optimizer.state[live["head"].weight]["exp_avg"])
+    with pytest.raises(MismatchError):
+        manager.resume(model=live, optimizer=optimizer)
+    report = manager.resume(strict=False, model=live, optimizer=optimizer)
+    assert ("model.head.weight", "shape", [4, 2], [3, 2]) in report.mismatched
+    assert_same(live["body"].weight.detach(), saved["body"].weight.detach())
+    assert_same(live["head"].weight.detach(), head)
+    body = optimizer.state[live["body"].weight]["exp_avg"]
+    assert_same(body, saved_optimizer.state[saved["body"].weight]["exp_avg"])
+    assert_same(optimizer.state[live["head"].weight]["exp_avg"], moment)
