@@ -167,10 +167,10 @@ mod tests {
 
     #[test]
     fn two_handles_of_one_root_share_holds_and_two_roots_do_not() {
-        let (hold, _) = Registry::of("/root/one").hold(Some(7), names(&["a"]));
-        assert!(Registry::of("/root/one").held_snapshots().contains(&7));
-        assert!(Registry::of("/root/two").held_snapshots().is_empty());
+        let (hold, _) = Registry::of("/runs/one").hold(Some(7), names(&["a"]));
+        assert!(Registry::of("/runs/one").held_snapshots().contains(&7));
+        assert!(Registry::of("/runs/two").held_snapshots().is_empty());
         drop(hold);
-        assert!(Registry::of("/root/one").held_snapshots().is_empty());
+        assert!(Registry::of("/runs/one").held_snapshots().is_empty());
     }
 }
