@@ -191,21 +191,8 @@ class CheckpointManager:
             InvalidInputError: An argument or a value of the state can't be saved; names its path.
             CheckpointError: An earlier background save failed; this one was not started.
         """
-        started = time.perf_counter()
-        self._must_be_open("save")
-        queue_seconds = self._background.wait()
-        self._background.raise_failure()
-        payload = describe_save(step, state, metrics, metadata, objects, rng=rng, rank=self._settings.rank)
-        if self._settings.async_save:
-            job = self._engine.save(*payload.lists, **payload.texts)
-            timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
-            handle = SaveHandle(payload.step, job, timings, info_reader(self._engine))
-        else:
-            report = self._engine.save_sync(*payload.lists, **payload.texts)
-            timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
-            handle = SaveHandle(payload.step, None, timings, info_reader(self._engine), report)
-        self._background.started(handle)
-        return handle
+        given = (step, state, metrics, metadata, objects)
+        return self._save(*given, rng=rng, in_background=self._settings.async_save)
 
     def save_sync(
         self,
@@ -223,15 +210,35 @@ class CheckpointManager:
         The bytes go straight from the tensors, without a copy of the state. No other thread may change
         them meanwhile. Ctrl-C ends it without a snapshot.
         """
+        given = (step, state, metrics, metadata, objects)
+        return self._save(*given, rng=rng, in_background=False).wait()
+
+    def _save(
+        self,
+        step: int,
+        state: dict[Any, Any] | None,
+        metrics: dict[str, float] | None,
+        metadata: dict[str, Any] | None,
+        objects: dict[str, Any],
+        *,
+        rng: bool,
+        in_background: bool,
+    ) -> SaveHandle:
+        """Waits for the save before this one, raises what failed, and starts or does this one."""
         started = time.perf_counter()
         self._must_be_open("save")
         queue_seconds = self._background.wait()
         self._background.raise_failure()
         payload = describe_save(step, state, metrics, metadata, objects, rng=rng, rank=self._settings.rank)
-        report = self._engine.save_sync(*payload.lists, **payload.texts)
+        job, report = None, None
+        if in_background:
+            job = self._engine.save(*payload.lists, **payload.texts)
+        else:
+            report = self._engine.save_sync(*payload.lists, **payload.texts)
         timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
-        self._background.started(SaveHandle(payload.step, None, timings, info_reader(self._engine), report))
-        return self._info(report["header"])
+        handle = SaveHandle(payload.step, job, timings, info_reader(self._engine), report)
+        self._background.started(handle)
+        return handle
 
     def save_final(
         self,

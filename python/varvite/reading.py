@@ -16,7 +16,7 @@ from varvite.tensors import allocate, allocate_array
 if TYPE_CHECKING:
     from varvite._native import Engine, SnapshotReader
 
-__all__ = ["EntryRow", "SnapshotView"]
+__all__ = ["EntryRow", "SnapshotView", "entries_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,26 @@ class EntryRow:
     raw_bytes: int
     stored_bytes: int
 
+    @property
+    def own_raw_bytes(self) -> int:
+        """Raw bytes, where a tie counts once: at the entry that the others are tied to."""
+        return 0 if self.tied_to is not None else self.raw_bytes
+
+    @property
+    def own_stored_bytes(self) -> int:
+        """Stored bytes, where a tie counts once."""
+        return 0 if self.tied_to is not None else self.stored_bytes
+
+    @property
+    def shown_name(self) -> str:
+        """Its name, and its rank where it is local to one."""
+        return self.name if self.rank is None else f"{self.name} (rank {self.rank})"
+
+
+def entries_of(reader: SnapshotReader) -> list[EntryRow]:
+    """Returns the entries of a snapshot in the order the reader counts them."""
+    return [EntryRow(index, *row) for index, row in enumerate(reader.entries())]
+
 
 class SnapshotView:
     """One open snapshot, as one rank sees it."""
@@ -60,7 +80,7 @@ class SnapshotView:
         """
         self.reader: SnapshotReader = engine.open(seq)
         self.header = self.reader.header()
-        self.rows = [EntryRow(index, *row) for index, row in enumerate(self.reader.entries())]
+        self.rows = entries_of(self.reader)
         self.shared = {row.name: row for row in self.rows if row.rank is None}
         self.local = {row.name: row for row in self.rows if row.rank == rank}
         self.verified_bytes = 0

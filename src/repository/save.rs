@@ -248,12 +248,12 @@ impl Shared {
     /// The snapshot whose chunks the next save may refer to: the last one this handle committed or
     /// adopted, else the newest readable one, whose chunks are verified before they are referred to.
     fn base_for_save(&self) -> Option<Arc<Base>> {
-        let (base, seqs) = {
+        let (base, newest) = {
             let state = self.lock_state();
-            (state.base.clone(), state.listing.seqs.clone())
+            (state.base.clone(), state.listing.seqs.last().copied())
         };
         base.or_else(|| {
-            let newest = *seqs.last()?;
+            let newest = newest?;
             // A damaged newest snapshot only means that this save writes everything.
             let manifest = self.manifest(newest).ok()?;
             let base = Arc::new(Base::new(newest, &manifest.body, false));

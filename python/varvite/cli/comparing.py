@@ -8,11 +8,12 @@ import click
 
 from varvite.cli import exits
 from varvite.cli.differences import Changed, Differences, compare
-from varvite.cli.opening import Entry, opened, snapshot_facts, tags_of
+from varvite.cli.opening import opened, snapshot_facts, tags_of
 from varvite.cli.options import Reference, bytes_option, run_argument, with_output
 from varvite.cli.outline import plain_json, value_text
 from varvite.cli.output import Cell, Column, Output, bad, dim, doubtful
 from varvite.cli.text import counted, printable, shape_text
+from varvite.reading import EntryRow
 from varvite.records import format_bytes
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _json_facts(found: Differences, *, is_measured: bool) -> dict[str, Any]:
     }
 
 
-def _json_entry(entry: Entry) -> dict[str, Any]:
+def _json_entry(entry: EntryRow) -> dict[str, Any]:
     return {
         "name": entry.name,
         "rank": entry.rank,
@@ -159,7 +160,7 @@ def _relative(relative: float | None, nonfinite_elements: int) -> Cell | str:
     return bad(f"{nonfinite_elements} not finite") if nonfinite_elements else doubtful("from zero")
 
 
-def _description(entry: Entry) -> str:
+def _description(entry: EntryRow) -> str:
     return f"{entry.dtype} {shape_text(entry.shape)}"
 
 

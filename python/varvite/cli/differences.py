@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from varvite.cli.opening import Entry, entries_of
 from varvite.cli.outline import plain_values
+from varvite.reading import EntryRow, entries_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,7 +32,7 @@ class Changed(NamedTuple):
         distance: How far the values lie apart; `None` without numpy.
     """
 
-    entry: Entry
+    entry: EntryRow
     changed_bytes: int
     distance: Distance | None
 
@@ -68,8 +68,8 @@ class Differences:
 
     changed: list[Changed] = field(default_factory=list)
     redescribed: list[Redescribed] = field(default_factory=list)
-    added: list[Entry] = field(default_factory=list)
-    removed: list[Entry] = field(default_factory=list)
+    added: list[EntryRow] = field(default_factory=list)
+    removed: list[EntryRow] = field(default_factory=list)
     values: list[tuple[str, list[Json], list[Json]]] = field(default_factory=list)
     unchanged_count: int = 0
 
@@ -82,8 +82,8 @@ class Differences:
 class _Pair(NamedTuple):
     """A tensor of both snapshots whose digests differ."""
 
-    first: Entry
-    second: Entry
+    first: EntryRow
+    second: EntryRow
     changed_bytes: int
 
 
@@ -130,9 +130,7 @@ def _pairs(first: SnapshotReader, second: SnapshotReader, found: Differences) ->
         # A tie has the values of the tensor that it is tied to, and that one is compared.
         if before.tied_to is not None and before.tied_to == after.tied_to:
             continue
-        changed_bytes = _changed_bytes(
-            first.chunk_digests(before.position), second.chunk_digests(after.position)
-        )
+        changed_bytes = _changed_bytes(first.chunk_digests(before.index), second.chunk_digests(after.index))
         if changed_bytes:
             pairs.append(_Pair(before, after, changed_bytes))
         elif not redescribed:
@@ -140,7 +138,7 @@ def _pairs(first: SnapshotReader, second: SnapshotReader, found: Differences) ->
     return pairs
 
 
-def _redescribed(before: Entry, after: Entry) -> list[Redescribed]:
+def _redescribed(before: EntryRow, after: EntryRow) -> list[Redescribed]:
     fields = ("dtype", "stored_dtype", "shape", "tied_to")
     return [
         Redescribed(before.shown_name, name, getattr(before, name), getattr(after, name))
@@ -167,8 +165,8 @@ def _measure(
     for pair in pairs:
         left: NDArray[Any] = np.empty(pair.first.raw_bytes, dtype=np.uint8)
         right: NDArray[Any] = np.empty(pair.second.raw_bytes, dtype=np.uint8)
-        first.read([pair.first.position], [left])
-        second.read([pair.second.position], [right])
+        first.read([pair.first.index], [left])
+        second.read([pair.second.index], [right])
         measured = distance(pair.first.stored_dtype, left, right)
         if measured.changed_elements:
             found.changed.append(Changed(pair.first, pair.changed_bytes, measured))

@@ -8,61 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from varvite.cli.text import timestamp
 from varvite.facts import tags_by_seq
 from varvite.manager import CheckpointManager, open_for_tags
 
 if TYPE_CHECKING:
-    from varvite._native import Engine, SnapshotReader
+    from varvite._native import Engine
     from varvite.keep import Keep
     from varvite.native_types import Header
 
-__all__ = ["Entry", "entries_of", "opened", "snapshot_facts", "tags_of"]
-
-
-class Entry(NamedTuple):
-    """A tensor of a snapshot, from its manifest.
-
-    Attributes:
-        position: Its place, by which the reader counts.
-        name: Its name.
-        rank: The rank it is local to, or `None`.
-        dtype: Element type of what a load gives.
-        stored_dtype: Element type of its raw bytes.
-        shape: Its lengths, in elements.
-        tied_to: Name of the entry whose memory it shares, or `None`.
-        nonfinite: Number of NaN and infinite elements, `None` where not counted.
-        raw_bytes: Length of its bytes; of a tied one too.
-        stored_bytes: Length of its chunks in packs.
-    """
-
-    position: int
-    name: str
-    rank: int | None
-    dtype: str
-    stored_dtype: str
-    shape: list[int]
-    tied_to: str | None
-    nonfinite: int | None
-    raw_bytes: int
-    stored_bytes: int
-
-    @property
-    def own_raw_bytes(self) -> int:
-        """Raw bytes, where a tie counts once: at the entry that the others are tied to."""
-        return 0 if self.tied_to is not None else self.raw_bytes
-
-    @property
-    def own_stored_bytes(self) -> int:
-        """Stored bytes, where a tie counts once."""
-        return 0 if self.tied_to is not None else self.stored_bytes
-
-    @property
-    def shown_name(self) -> str:
-        """Its name, and its rank where it is local to one."""
-        return self.name if self.rank is None else f"{self.name} (rank {self.rank})"
+__all__ = ["opened", "snapshot_facts", "tags_of"]
 
 
 @contextmanager
@@ -91,11 +48,6 @@ def opened(path: str, *, access: str = "read", keep: Keep | None = None) -> Iter
 def tags_of(engine: Engine) -> dict[int, list[str]]:
     """Returns the names of pins and tags by commit number."""
     return tags_by_seq(engine.tags())
-
-
-def entries_of(reader: SnapshotReader) -> list[Entry]:
-    """Returns the entries of a snapshot in the order the reader counts them."""
-    return [Entry(position, *row) for position, row in enumerate(reader.entries())]
 
 
 def snapshot_facts(header: Header, tags: dict[int, list[str]]) -> dict[str, Any]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from varvite.cli import exits
-from varvite.cli.opening import Entry, entries_of, opened, snapshot_facts, tags_of
+from varvite.cli.opening import opened, snapshot_facts, tags_of
 from varvite.cli.options import Reference, bytes_option, run_argument, with_output
 from varvite.cli.outline import plain_json, plain_values, value_text
 from varvite.cli.output import Cell, Column, Output, bad, good
 from varvite.cli.text import ago, counted, metrics_text, printable, shape_text, timestamp
 from varvite.cli.tree import branches
+from varvite.reading import EntryRow, entries_of
 from varvite.records import format_bytes
 from varvite.state import from_text
 
@@ -80,7 +82,7 @@ def show(
 
 
 def _json_details(
-    entries: list[Entry], values: dict[str, Json], *, tree: bool, structure: bool, depth: int | None
+    entries: list[EntryRow], values: dict[str, Json], *, tree: bool, structure: bool, depth: int | None
 ) -> dict[str, Any]:
     if structure:
         return {"values": {name: plain_json(value) for name, value in values.items()}}
@@ -91,7 +93,8 @@ def _json_details(
         return {"tree": rows}
     return {
         "entries": [
-            {key: value for key, value in entry._asdict().items() if key != "position"} for entry in entries
+            {key: value for key, value in dataclasses.asdict(entry).items() if key != "index"}
+            for entry in entries
         ]
     }
 
@@ -99,7 +102,7 @@ def _json_details(
 def _facts(
     header: Header,
     tags: list[str],
-    entries: list[Entry],
+    entries: list[EntryRow],
     pack_count: int,
     metadata: Json,
     size: Callable[[int], str],
@@ -131,7 +134,7 @@ def _facts(
     return facts
 
 
-def _show_entries(entries: list[Entry], size: Callable[[int], str], output: Output) -> None:
+def _show_entries(entries: list[EntryRow], size: Callable[[int], str], output: Output) -> None:
     columns = [
         Column("name"),
         Column("dtype"),
@@ -160,7 +163,9 @@ def _show_entries(entries: list[Entry], size: Callable[[int], str], output: Outp
     )
 
 
-def _show_tree(entries: list[Entry], depth: int | None, size: Callable[[int], str], output: Output) -> None:
+def _show_tree(
+    entries: list[EntryRow], depth: int | None, size: Callable[[int], str], output: Output
+) -> None:
     columns = [
         Column("name"),
         Column("tensors", is_number=True),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from varvite.cli.opening import Entry
 from varvite.cli.outline import split_name
+from varvite.reading import EntryRow
 
 __all__ = ["Sums", "branches", "grouped"]
 
@@ -27,7 +27,7 @@ class Sums:
     stored_bytes: int = 0
     nonfinite: int = 0
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: EntryRow) -> None:
         """Counts an entry."""
         self.tensor_count += 1
         self.raw_bytes += entry.own_raw_bytes
@@ -41,7 +41,7 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
 
-def branches(entries: Iterable[Entry], depth: int | None) -> list[tuple[int, str, str, Sums]]:
+def branches(entries: Iterable[EntryRow], depth: int | None) -> list[tuple[int, str, str, Sums]]:
     """Returns the tree of names, a parent before its children: (level, segment, whole name, sums).
 
     Args:
@@ -66,7 +66,7 @@ def branches(entries: Iterable[Entry], depth: int | None) -> list[tuple[int, str
     return rows
 
 
-def grouped(entries: Iterable[Entry], group_of: Callable[[Entry], str]) -> dict[str, Sums]:
+def grouped(entries: Iterable[EntryRow], group_of: Callable[[EntryRow], str]) -> dict[str, Sums]:
     """Returns the sums of each group, in the order in which groups appear."""
     groups: dict[str, Sums] = {}
     for entry in entries:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from varvite.cli import exits
-from varvite.cli.opening import Entry, entries_of, opened
+from varvite.cli.opening import opened
 from varvite.cli.options import Reference, bytes_option, run_argument, with_output
 from varvite.cli.outline import kinds_of, split_name
 from varvite.cli.output import Column, Output
@@ -16,6 +16,7 @@ from varvite.cli.text import printable
 from varvite.cli.tree import Sums, grouped
 from varvite.errors import CorruptionError, SnapshotNotFoundError
 from varvite.names import show_part
+from varvite.reading import EntryRow, entries_of
 from varvite.records import format_bytes
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _sums(reader: SnapshotReader, by: str, depth: int) -> dict[str, Sums]:
     return dict(sorted(groups.items(), key=lambda row: (-row[1].raw_bytes, row[0])))
 
 
-def _kind(entry: Entry, kinds: dict[str, str]) -> str:
+def _kind(entry: EntryRow, kinds: dict[str, str]) -> str:
     keyword = split_name(entry.name)[0]
     return _KINDS.get(kinds.get(keyword, ""), "other") if entry.rank is None else "other"
 
