@@ -79,16 +79,21 @@ fn snapshot(count: u64) -> (Header, Body) {
             stored_dtype: Dtype::Float32,
             shape: vec![32],
             tied_to: None,
+            rounded_from: None,
             nonfinite: None,
+            abs_max: None,
+            l2_norm: None,
             shards: vec![Shard {
                 offsets: vec![0],
                 lengths: vec![32],
+                scale_log2: 0,
                 chunks: vec![ChunkRef {
                     pack: 0,
                     offset_bytes: 64 + index * 128,
                     stored_length_bytes: 128,
                     codec: Codec::Store,
                     digest: ChunkDigest::of(&index.to_le_bytes()),
+                    base: None,
                 }],
             }],
         })

@@ -481,7 +481,7 @@ impl<'a> Reuse<'a> {
         stored_length_bytes: u64,
         codec: Codec,
     ) -> ChunkRef {
-        let reference = ChunkRef { pack: 0, offset_bytes, stored_length_bytes, codec, digest };
+        let reference = ChunkRef { pack: 0, offset_bytes, stored_length_bytes, codec, digest, base: None };
         self.written.insert((digest, raw_length_bytes), reference);
         reference
     }

@@ -218,6 +218,7 @@ fn read_group(
                 verify(name, body, chunk, stored)?;
                 scatter(chunk, stored, slices);
             }
+            _ => return Err(Error::Internal { what: "a codec is not built yet".to_owned() }),
         }
     }
     Ok(verified)
@@ -281,6 +282,7 @@ pub fn check_chunk(packs: &OpenPacks, body: &Body, chunk: &ReadChunk, buffer: &m
     object.read_at(chunk.reference.offset_bytes, buffer)?;
     match chunk.reference.codec {
         Codec::Store => verify(name, body, chunk, buffer),
+        _ => Err(Error::Internal { what: "a codec is not built yet".to_owned() }),
     }
 }
 

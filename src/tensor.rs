@@ -81,6 +81,16 @@ impl Dtype {
         DTYPES.iter().find(|row| row.0 == self).map_or(1, |row| row.2)
     }
 
+    /// True where a save may store this dtype as the other: both are real floats, the other has fewer
+    /// bytes, and arithmetic on it is defined (of the 8-bit ones `float8_e4m3fn` and `float8_e5m2`).
+    #[must_use]
+    pub fn narrows_to(self, other: Self) -> bool {
+        let is_real =
+            |dtype: Self| matches!(dtype, Self::Float64 | Self::Float32 | Self::Float16 | Self::Bfloat16);
+        let is_small = matches!(other, Self::Float8E4m3fn | Self::Float8E5m2);
+        is_real(self) && (is_real(other) || is_small) && other.size_bytes() < self.size_bytes()
+    }
+
     /// The dtype of this PyTorch name.
     ///
     /// # Errors

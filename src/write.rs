@@ -299,7 +299,7 @@ impl<'a> BasePacks<'a> {
         let mut stored = vec![0; reference.stored_length_bytes as usize];
         let mut raw = vec![0; raw_length_bytes as usize];
         object.read_at(reference.offset_bytes, &mut stored).is_ok()
-            && codec::decode(reference.codec, &stored, &mut raw).is_ok()
+            && codec::decode(reference.codec, &stored, None, &mut raw, &mut codec::Scratch::default()).is_ok()
             && ChunkDigest::of(&raw) == digest
     }
 }
@@ -372,8 +372,12 @@ fn make_part(
 ) -> Result<Part> {
     let mut entries: Vec<Entry> = Vec::with_capacity(job.entries.len());
     for ((input, chunks), nonfinite) in job.entries.iter().zip(references).zip(nonfinite) {
-        let shard =
-            Shard { offsets: input.region.offsets.clone(), lengths: input.region.lengths.clone(), chunks };
+        let shard = Shard {
+            offsets: input.region.offsets.clone(),
+            lengths: input.region.lengths.clone(),
+            scale_log2: 0,
+            chunks,
+        };
         entries.push(Entry {
             name: input.name.clone(),
             rank: input.rank,
@@ -381,7 +385,10 @@ fn make_part(
             stored_dtype: input.dtype,
             shape: input.shape.clone(),
             tied_to: input.tied_to.clone(),
+            rounded_from: None,
             nonfinite: nonfinite.filter(|&count| count > 0),
+            abs_max: None,
+            l2_norm: None,
             shards: if input.region.lengths.contains(&0) { Vec::new() } else { vec![shard] },
         });
     }

@@ -44,7 +44,8 @@ fn sketches() -> impl Strategy<Value = BTreeMap<String, Sketch>> {
     let sketch = (dtype(), dtype(), vec(0_u64..40, 0..4), vec(0_u64..40, 4), any::<bool>(), any::<bool>())
         .prop_map(|(dtype, stored_dtype, shape, cuts, is_rank_local, is_tied)| Sketch {
             dtype,
-            stored_dtype,
+            // A float may be stored as a narrower one, nothing else as anything else.
+            stored_dtype: if dtype.narrows_to(stored_dtype) { stored_dtype } else { dtype },
             shape,
             cuts,
             is_rank_local,
@@ -109,7 +110,7 @@ impl Builder {
             .into_iter()
             .map(|(offsets, lengths)| {
                 let chunks = self.chunks(raw_length_bytes(&lengths, *stored_dtype).unwrap());
-                Shard { offsets, lengths, chunks }
+                Shard { offsets, lengths, scale_log2: 0, chunks }
             })
             .collect();
         Entry {
@@ -119,7 +120,10 @@ impl Builder {
             stored_dtype: *stored_dtype,
             shape: shape.clone(),
             tied_to: None,
+            rounded_from: None,
             nonfinite: None,
+            abs_max: None,
+            l2_norm: None,
             shards,
         }
     }
@@ -145,6 +149,7 @@ impl Builder {
                     stored_length_bytes: length_bytes,
                     codec: Codec::Store,
                     digest,
+                    base: None,
                 }
             })
             .collect()

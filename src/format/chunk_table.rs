@@ -75,11 +75,8 @@ pub(super) fn check_chunks(place: Place<'_>, chunks: &[PackChunk], footer_offset
             let expected = format!("1 to {}", CHUNK_BYTES_RANGE.end());
             return Err(place.corrupt("raw length of a chunk", expected, raw_length_bytes));
         }
-        let is_legal_length = match codec {
-            Codec::Store => stored_length_bytes == raw_length_bytes,
-        };
-        if !is_legal_length {
-            let expected = format!("{raw_length_bytes} bytes");
+        if !codec.allows_length(stored_length_bytes, raw_length_bytes) || codec == Codec::Rounded {
+            let expected = format!("{}, with {raw_length_bytes} raw bytes", codec.legal_lengths());
             return Err(place.corrupt("stored length of a chunk", expected, stored_length_bytes));
         }
         let alignment_bytes = alignment_of(stored_length_bytes);

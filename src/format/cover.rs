@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     fn shard(offsets: &[u64], lengths: &[u64]) -> Shard {
-        Shard { offsets: offsets.to_vec(), lengths: lengths.to_vec(), chunks: Vec::new() }
+        Shard { offsets: offsets.to_vec(), lengths: lengths.to_vec(), scale_log2: 0, chunks: Vec::new() }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::compression::{check_expansion, compress, expand};
 use super::fields::Fields;
 use super::header::check_header;
 use super::limits::CHUNK_COUNT_LIMIT;
-use super::model::{Body, Header, Part};
+use super::model::{Body, Codec, Header, Part};
 use super::names::parse_pack_name;
 use super::pack::{
     FOOTER_START_LENGTH_BYTES, PackHeader, SMALL_ALIGNMENT_BYTES, Trailer, encode_trailer, padding_to,
@@ -20,7 +20,7 @@ use super::pack::{
 use super::place::Place;
 use super::two_line::{self, Kind};
 use super::validate::{self, Scope};
-use super::versions::{FORMAT_VERSION, require_readable, unsupported};
+use super::versions::{CODING_FLAG, FORMAT_VERSION, require_readable, unsupported};
 
 const FOOTER_MAGIC: &[u8; 4] = b"VVFT";
 const ENCODING_PLAIN: u32 = 0;
@@ -87,6 +87,8 @@ pub fn encode_footer(position_bytes: u64, chunks: &[PackChunk], part: Option<&Pa
             two_line::encode(Kind::Part, Some(part.rank), &part.header, &part.body)?
         }
     };
+    let is_coded = chunks.iter().any(|chunk| chunk.codec != Codec::Store);
+    let reader_flags = if is_coded { CODING_FLAG } else { 0 };
     let rows = encode_rows(chunks);
     let (encoding, table) = match compress(&rows)? {
         Some(stored) => (ENCODING_ZSTD, stored),
@@ -95,7 +97,7 @@ pub fn encode_footer(position_bytes: u64, chunks: &[PackChunk], part: Option<&Pa
     let mut footer = Vec::with_capacity(table.len().saturating_add(part_bytes.len()));
     footer.extend_from_slice(FOOTER_MAGIC);
     footer.extend_from_slice(&(FORMAT_VERSION as u16).to_le_bytes());
-    footer.extend_from_slice(&0_u16.to_le_bytes());
+    footer.extend_from_slice(&(reader_flags as u16).to_le_bytes());
     footer.extend_from_slice(&(chunks.len() as u64).to_le_bytes());
     footer.extend_from_slice(&(table.len() as u64).to_le_bytes());
     footer.extend_from_slice(&encoding.to_le_bytes());

@@ -73,11 +73,18 @@ struct BodyFields {
 }
 
 impl<'a> EncodedHeader<'a> {
-    pub(super) fn new(kind: Kind, rank: Option<u32>, header: &'a Header, body: &BodyLocation) -> Self {
+    /// `reader_flags` are what the body asks of its readers.
+    pub(super) fn new(
+        kind: Kind,
+        rank: Option<u32>,
+        header: &'a Header,
+        reader_flags: u64,
+        body: &BodyLocation,
+    ) -> Self {
         Self {
             magic: kind.magic(),
             format_version: FORMAT_VERSION,
-            reader_flags: 0,
+            reader_flags,
             writer_flags: 0,
             rank,
             repository_id: &header.repository_id,

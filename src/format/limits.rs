@@ -70,6 +70,9 @@ pub const NONFINITE_NAMES_LIMIT_BYTES: usize = 128 << 10;
 /// Deepest nesting of arrays and objects in metadata and in a structure.
 pub const JSON_DEPTH_LIMIT: usize = 512;
 
+/// Largest power of two of a scale, either way: any float64 divided by any 8-bit float.
+pub const SCALE_LOG2_LIMIT: i32 = 1_200;
+
 /// Longest name of a tag.
 pub const TAG_NAME_LIMIT_BYTES: usize = 100;
 

@@ -103,7 +103,7 @@ mod tests {
 
     /// A manifest with a right header digest whatever stands in it.
     fn forged(header: &Header, location: &BodyLocation, body: &[u8]) -> Vec<u8> {
-        let fields = EncodedHeader::new(Kind::Manifest, None, header, location);
+        let fields = EncodedHeader::new(Kind::Manifest, None, header, 0, location);
         [&sealed_line::seal(&fields, "header_digest").unwrap(), body].concat()
     }
 

@@ -102,7 +102,7 @@ pub struct PackRecord {
 }
 
 /// A saved tensor.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
     /// Name: the path in the saved nest, shown as api.md says.
     pub name: String,
@@ -118,9 +118,18 @@ pub struct Entry {
     /// Name of the entry whose storage this one shared when it was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tied_to: Option<String>,
+    /// Name of the entry of the same rank that chunks of codec [`Codec::Rounded`] are computed from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rounded_from: Option<String>,
     /// Elements that are NaN or infinite, where counted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nonfinite: Option<u64>,
+    /// Largest magnitude of its finite elements, where counted: finite, at least 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub abs_max: Option<f64>,
+    /// Square root of the sum of the squares of its finite elements, where counted: finite, at least 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub l2_norm: Option<f64>,
     /// Regions that cover the shape exactly, sorted by offsets. Empty regions own no shard.
     pub shards: Vec<Shard>,
 }
@@ -132,8 +141,16 @@ pub struct Shard {
     pub offsets: Vec<u64>,
     /// Number of indices in each dimension.
     pub lengths: Vec<u64>,
+    /// The caller's values are the stored ones times two to this power; 0 but for 8-bit floats.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub scale_log2: i32,
     /// Consecutive chunks of the region's raw bytes.
     pub chunks: Vec<ChunkRef>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde asks for")]
+fn is_zero(number: &i32) -> bool {
+    *number == 0
 }
 
 /// All that a reader needs to find and check one chunk. Written as a JSON array in this order.
@@ -149,6 +166,45 @@ pub struct ChunkRef {
     pub codec: Codec,
     /// Digest of the raw bytes.
     pub digest: ChunkDigest,
+    /// The chunk that a difference was taken against; only codecs with [`Codec::needs_base`] have one.
+    pub base: Option<BaseRef>,
+}
+
+/// A chunk whose raw bytes follow from its stored bytes alone. As [`ChunkRef`], without a base.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BaseRef {
+    /// Index into the pack table of the same body.
+    pub pack: u32,
+    /// Offset of the stored bytes from the pack's first byte.
+    pub offset_bytes: u64,
+    /// Number of stored bytes.
+    pub stored_length_bytes: u64,
+    /// How the stored bytes become raw bytes; one that needs no base.
+    pub codec: Codec,
+    /// Digest of the raw bytes, which are as many as those of the chunk it is the base of.
+    pub digest: ChunkDigest,
+}
+
+impl ChunkRef {
+    /// The chunk as the base of another, where it needs none itself and lies in a pack.
+    #[must_use]
+    pub fn as_base(&self) -> Option<BaseRef> {
+        let Self { pack, offset_bytes, stored_length_bytes, codec, digest, base } = *self;
+        (base.is_none() && codec.is_self_contained()).then_some(BaseRef {
+            pack,
+            offset_bytes,
+            stored_length_bytes,
+            codec,
+            digest,
+        })
+    }
+}
+
+impl From<BaseRef> for ChunkRef {
+    fn from(base: BaseRef) -> Self {
+        let BaseRef { pack, offset_bytes, stored_length_bytes, codec, digest } = base;
+        Self { pack, offset_bytes, stored_length_bytes, codec, digest, base: None }
+    }
 }
 
 /// How stored bytes become raw bytes.
@@ -156,6 +212,53 @@ pub struct ChunkRef {
 pub enum Codec {
     /// Stored bytes are the raw bytes.
     Store,
+    /// Byte planes of floats, each as it is or entropy-coded.
+    Planes,
+    /// Byte planes of the differences to a base.
+    Delta,
+    /// The few elements that differ from a base: gaps and differences.
+    Sparse,
+    /// One frame of zstd.
+    Zstd,
+    /// Nothing is stored: the raw bytes are those of another entry of the state, rounded.
+    Rounded,
+}
+
+impl Codec {
+    /// True where the raw bytes are a difference to those of a base.
+    #[must_use]
+    pub fn needs_base(self) -> bool {
+        matches!(self, Self::Delta | Self::Sparse)
+    }
+
+    /// True where a chunk may have these lengths. Coded chunks are shorter than what they hold.
+    #[must_use]
+    pub fn allows_length(self, stored_length_bytes: u64, raw_length_bytes: u64) -> bool {
+        match self {
+            Self::Store => stored_length_bytes == raw_length_bytes,
+            Self::Planes | Self::Delta | Self::Sparse | Self::Zstd => {
+                (1..raw_length_bytes).contains(&stored_length_bytes)
+            }
+            Self::Rounded => stored_length_bytes == 0,
+        }
+    }
+
+    /// What [`Codec::allows_length`] allows, for messages.
+    pub(super) fn legal_lengths(self) -> &'static str {
+        match self {
+            Self::Store => "as many as the raw bytes",
+            Self::Planes | Self::Delta | Self::Sparse | Self::Zstd => {
+                "at least 1 and fewer than the raw bytes"
+            }
+            Self::Rounded => "0",
+        }
+    }
+
+    /// True where the stored bytes are all it takes.
+    #[must_use]
+    pub fn is_self_contained(self) -> bool {
+        matches!(self, Self::Store | Self::Planes | Self::Zstd)
+    }
 }
 
 /// Rank-local state of one rank.

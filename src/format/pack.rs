@@ -327,7 +327,7 @@ mod tests {
             matches!(&error, Error::Unsupported { what: "format version", found, .. } if found == "2"),
             "{error:?}"
         );
-        let error = decode_header("packs/x", &resealed(6, &[1, 0])).unwrap_err();
+        let error = decode_header("packs/x", &resealed(6, &[4, 0])).unwrap_err();
         assert!(matches!(&error, Error::Unsupported { what: "reader flag", .. }), "{error:?}");
         let error = decode_header("packs/x", &resealed(52, &[9])).unwrap_err();
         assert!(

@@ -15,7 +15,7 @@ pub(super) const PACK_LENGTH_BYTES: u64 = 16_384;
 
 pub(super) fn chunk(pack: u32, offset_bytes: u64, stored_length_bytes: u64) -> ChunkRef {
     let digest = ChunkDigest::of(&[pack.to_le_bytes(), (offset_bytes as u32).to_le_bytes()].concat());
-    ChunkRef { pack, offset_bytes, stored_length_bytes, codec: Codec::Store, digest }
+    ChunkRef { pack, offset_bytes, stored_length_bytes, codec: Codec::Store, digest, base: None }
 }
 
 fn json(text: &str) -> Box<RawValue> {
@@ -31,8 +31,11 @@ pub(super) fn entry(name: &str, shape: &[u64], chunks: Vec<ChunkRef>) -> Entry {
         stored_dtype: Dtype::Float32,
         shape: shape.to_vec(),
         tied_to: None,
+        rounded_from: None,
         nonfinite: None,
-        shards: vec![Shard { offsets: vec![0; shape.len()], lengths: shape.to_vec(), chunks }],
+        abs_max: None,
+        l2_norm: None,
+        shards: vec![Shard { offsets: vec![0; shape.len()], lengths: shape.to_vec(), scale_log2: 0, chunks }],
     }
 }
 
@@ -42,6 +45,7 @@ pub(super) fn body() -> Body {
     let rows = |first, pack| Shard {
         offsets: vec![first, 0],
         lengths: vec![32, 64],
+        scale_log2: 0,
         chunks: vec![chunk(pack, 128, 4_096), chunk(pack, 4_224, 4_096)],
     };
     let weight = Entry { shards: vec![rows(0, 1), rows(32, 2)], ..entry("model.weight", &[64, 64], vec![]) };

@@ -26,6 +26,7 @@ pub fn state_digest(body: &Body) -> String {
         canonical.number(u64::from(rank_structure.rank));
         canonical.text(rank_structure.structure.get());
     }
+    canonical.scales(&body.entries);
     canonical.hasher.update(&canonical.pending);
     canonical.hasher.finalize().to_hex().to_string()
 }
@@ -59,6 +60,26 @@ impl Canonical {
             for chunk in &shard.chunks {
                 let ChunkDigest(digest) = chunk.digest;
                 self.bytes(&digest.to_le_bytes());
+            }
+        }
+    }
+
+    /// Scales change values; where there are none the form is that of a body without them.
+    fn scales(&mut self, entries: &[Entry]) {
+        let scales = || {
+            entries
+                .iter()
+                .flat_map(|entry| &entry.shards)
+                .zip(0_u64..)
+                .filter(|(shard, _)| shard.scale_log2 != 0)
+                .map(|(shard, position)| (position, shard.scale_log2))
+        };
+        let count = scales().count();
+        if count > 0 {
+            self.count(count);
+            for (position, scale_log2) in scales() {
+                self.number(position);
+                self.bytes(&scale_log2.to_le_bytes());
             }
         }
     }
@@ -106,6 +127,7 @@ impl Canonical {
 mod tests {
     use serde_json::value::RawValue;
 
+    use super::super::model::Codec;
     use super::super::samples;
     use super::*;
     use crate::tensor::Dtype;
@@ -124,6 +146,8 @@ mod tests {
         assert_eq!(digest, digest_after(|body| body.entries[1].shards[0].chunks[0].offset_bytes += 64));
         assert_eq!(digest, digest_after(|body| body.entries[1].shards[0].chunks[0].pack += 1));
         assert_eq!(digest, digest_after(|body| body.entries[0].nonfinite = Some(1)));
+        assert_eq!(digest, digest_after(|body| body.entries[0].abs_max = Some(1.0)));
+        assert_eq!(digest, digest_after(|body| body.entries[1].shards[0].chunks[0].codec = Codec::Planes));
     }
 
     #[test]
@@ -141,6 +165,9 @@ mod tests {
             digest_after(|body| body.entries[0].shards[0].lengths[0] -= 1),
             digest_after(|body| body.entries[0].shards[0].chunks[0].digest.0 ^= 1),
             digest_after(|body| body.entries[0].shards[0].chunks.clear()),
+            digest_after(|body| body.entries[0].shards[0].scale_log2 = 1),
+            digest_after(|body| body.entries[0].shards[0].scale_log2 = -1),
+            digest_after(|body| body.entries[1].shards[0].scale_log2 = 1),
             digest_after(|body| body.structure = raw("{}")),
             digest_after(|body| body.rank_structures[0].rank += 1),
             digest_after(|body| body.rank_structures[0].structure = raw("0")),

@@ -16,7 +16,7 @@ use super::limits::{BODY_LIMIT_BYTES, HEADER_LINE_LIMIT_BYTES};
 use super::model::{Body, Header};
 use super::place::Place;
 use super::sealed_line;
-use super::versions::require_readable_line;
+use super::versions::{reader_flags_of, require_readable_line};
 
 const HEADER_DIGEST_KEY: &str = "header_digest";
 
@@ -104,7 +104,8 @@ pub(super) fn encode(kind: Kind, rank: Option<u32>, header: &Header, body: &Body
         raw_length_bytes,
         digest: xxh3_128(&stored),
     };
-    let mut bytes = sealed_line::seal(&EncodedHeader::new(kind, rank, header, &location), HEADER_DIGEST_KEY)?;
+    let fields = EncodedHeader::new(kind, rank, header, reader_flags_of(body), &location);
+    let mut bytes = sealed_line::seal(&fields, HEADER_DIGEST_KEY)?;
     if bytes.len() as u64 > HEADER_LINE_LIMIT_BYTES {
         return Err(Error::invalid(
             "metrics and metadata",

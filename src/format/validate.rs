@@ -226,8 +226,78 @@ impl EntryRules<'_> {
         {
             return Err(place.corrupt(of("nonfinite", entry), format!("at most {element_count}"), count));
         }
+        for (what, value) in [("abs_max", entry.abs_max), ("l2_norm", entry.l2_norm)] {
+            if value.is_some_and(|value| !value.is_finite() || value.is_sign_negative()) {
+                return Err(place.corrupt(
+                    of(what, entry),
+                    "a finite number of at least 0",
+                    format!("{value:?}"),
+                ));
+            }
+        }
+        self.check_casting(entry)?;
         self.check_shards(entry, element_count)?;
+        self.check_rounding(entry)?;
         self.check_tie(entry)
+    }
+
+    /// What is stored is the caller's dtype, or a narrower float; only 8-bit floats are scaled.
+    fn check_casting(&self, entry: &Entry) -> Result<()> {
+        let Entry { dtype, stored_dtype, .. } = entry;
+        if dtype != stored_dtype && !dtype.narrows_to(*stored_dtype) {
+            let expected = format!("`{}`, or a float narrower than that", dtype.name());
+            return Err(self.place.corrupt(of("stored dtype", entry), expected, stored_dtype.name()));
+        }
+        let may_scale = dtype != stored_dtype && stored_dtype.size_bytes() == 1;
+        let range = -limits::SCALE_LOG2_LIMIT..=limits::SCALE_LOG2_LIMIT;
+        for shard in &entry.shards {
+            if shard.scale_log2 != 0 && !(may_scale && range.contains(&shard.scale_log2)) {
+                let expected = format!("0, or for an 8-bit float {} to {}", range.start(), range.end());
+                return Err(self.place.corrupt(of("scale_log2", entry), expected, shard.scale_log2));
+            }
+        }
+        Ok(())
+    }
+
+    /// The entry that one is rounded from holds the same regions in a wider float, and stands by itself.
+    fn check_rounding(&self, entry: &Entry) -> Result<()> {
+        let Some(source_name) = &entry.rounded_from else { return Ok(()) };
+        let refuse = |expected: &str| {
+            Err(self.place.corrupt(of("entry rounded from", entry), expected, shown(source_name)))
+        };
+        let Some(source) = self.find(source_name, entry.rank) else {
+            return refuse("an entry of the same rank and part");
+        };
+        if source.rounded_from.is_some() || source.tied_to.is_some() {
+            return refuse("an entry with chunks of its own");
+        }
+        if !source.stored_dtype.narrows_to(entry.stored_dtype) {
+            return refuse("an entry of a wider float");
+        }
+        let is_same_region = |one: &Shard, other: &Shard| {
+            one.offsets == other.offsets
+                && one.lengths == other.lengths
+                && one.scale_log2 == 0
+                && other.scale_log2 == 0
+        };
+        let has_rounded = |shard: &Shard| shard.chunks.iter().any(|chunk| chunk.codec == Codec::Rounded);
+        let is_covered = source.shape == entry.shape
+            && entry.shards.iter().filter(|shard| has_rounded(shard)).all(|shard| {
+                let found = source.shards.binary_search_by(|probe| probe.offsets.cmp(&shard.offsets));
+                found
+                    .ok()
+                    .and_then(|index| source.shards.get(index))
+                    .is_some_and(|source| is_same_region(shard, source) && !has_rounded(source))
+            });
+        if is_covered { Ok(()) } else { refuse("an entry of the same shape and shards, without a scale") }
+    }
+
+    /// The entry of this name and rank in this body.
+    fn find(&self, name: &str, rank: Option<u32>) -> Option<&Entry> {
+        let position = (name, rank);
+        let found =
+            self.body.entries.binary_search_by(|probe| (probe.name.as_str(), probe.rank).cmp(&position));
+        found.ok().and_then(|index| self.body.entries.get(index))
     }
 
     fn check_shards(&mut self, entry: &Entry, element_count: u64) -> Result<()> {
@@ -299,6 +369,31 @@ impl EntryRules<'_> {
     }
 
     fn check_chunk(&mut self, entry: &Entry, chunk: &ChunkRef, chunk_raw_bytes: u64) -> Result<()> {
+        if chunk.codec == Codec::Rounded {
+            return self.check_rounded_chunk(entry, chunk);
+        }
+        if chunk.base.is_some() != chunk.codec.needs_base() {
+            let expected = if chunk.base.is_some() { "none" } else { "one" };
+            return Err(self.place.corrupt(
+                of("base of a chunk", entry),
+                format!("{expected} with codec {}", chunk.codec.number()),
+                if chunk.base.is_some() { "one" } else { "none" },
+            ));
+        }
+        self.check_stored(entry, chunk, chunk_raw_bytes)?;
+        match chunk.base {
+            Some(base) if !base.codec.is_self_contained() => Err(self.place.corrupt(
+                of("base of a chunk", entry),
+                "a codec that needs no base",
+                base.codec.number(),
+            )),
+            Some(base) => self.check_stored(entry, &base.into(), chunk_raw_bytes),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks where the stored bytes of a chunk, or of its base, lie.
+    fn check_stored(&mut self, entry: &Entry, chunk: &ChunkRef, chunk_raw_bytes: u64) -> Result<()> {
         let place = self.place;
         let Some(pack) = self.packs.get(chunk.pack as usize) else {
             return Err(place.corrupt(
@@ -307,11 +402,8 @@ impl EntryRules<'_> {
                 chunk.pack,
             ));
         };
-        let is_legal_length = match chunk.codec {
-            Codec::Store => chunk.stored_length_bytes == chunk_raw_bytes,
-        };
-        if !is_legal_length {
-            let expected = format!("{chunk_raw_bytes} bytes");
+        if !chunk.codec.allows_length(chunk.stored_length_bytes, chunk_raw_bytes) {
+            let expected = format!("{}, with {chunk_raw_bytes} raw bytes", chunk.codec.legal_lengths());
             return Err(place.corrupt(
                 of("stored length of a chunk", entry),
                 expected,
@@ -328,6 +420,19 @@ impl EntryRules<'_> {
         }
         self.self_contained &= pack.seq == self.header.seq;
         Ok(())
+    }
+
+    /// A chunk that is computed from another entry has no place.
+    fn check_rounded_chunk(&self, entry: &Entry, chunk: &ChunkRef) -> Result<()> {
+        let place = self.place;
+        if entry.rounded_from.is_none() {
+            return Err(place.corrupt(of("rounded chunk", entry), "an entry it is rounded from", "none"));
+        }
+        let facts = (chunk.pack, chunk.offset_bytes, chunk.stored_length_bytes, chunk.base);
+        if facts == (0, 0, 0, None) {
+            return Ok(());
+        }
+        Err(place.corrupt(of("rounded chunk", entry), "pack, offset and length 0", format!("{facts:?}")))
     }
 
     fn check_cover(&self, entry: &Entry) -> Result<()> {
@@ -353,10 +458,7 @@ impl EntryRules<'_> {
 
     fn check_tie(&self, entry: &Entry) -> Result<()> {
         let Some(target_name) = &entry.tied_to else { return Ok(()) };
-        let position = (target_name.as_str(), entry.rank);
-        let found =
-            self.body.entries.binary_search_by(|probe| (probe.name.as_str(), probe.rank).cmp(&position));
-        let Some(target) = found.ok().and_then(|index| self.body.entries.get(index)) else {
+        let Some(target) = self.find(target_name, entry.rank) else {
             return match self.scope {
                 Scope::Part { .. } => Ok(()),
                 Scope::Snapshot => {
@@ -374,6 +476,7 @@ impl EntryRules<'_> {
         let is_same = target.dtype == entry.dtype
             && target.stored_dtype == entry.stored_dtype
             && target.shape == entry.shape
+            && target.rounded_from == entry.rounded_from
             && target.shards == entry.shards;
         if is_same {
             return Ok(());

@@ -4,17 +4,39 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 
+use super::model::{Body, Codec};
 use super::place::Place;
 use super::sealed_line;
 
 /// Newest format version that this build reads, and the one it writes.
 pub const FORMAT_VERSION: u32 = 1;
 
-/// Reader flags that this build understands, one bit each. Version 1 defines none.
-pub const KNOWN_READER_FLAGS: u64 = 0;
+/// Reader flag: chunks are coded, by other codecs than `store`.
+pub const CODING_FLAG: u64 = 1;
+
+/// Reader flag: what is stored are casts of the caller's values, in another dtype or scaled.
+pub const CASTING_FLAG: u64 = 1 << 1;
+
+/// Reader flags that this build understands, one bit each.
+pub const KNOWN_READER_FLAGS: u64 = CODING_FLAG | CASTING_FLAG;
 
 /// Writer flags that this build understands, one bit each. Version 1 defines none.
 pub const KNOWN_WRITER_FLAGS: u64 = 0;
+
+/// The flags of what an object with this body asks of its readers.
+pub(super) fn reader_flags_of(body: &Body) -> u64 {
+    let is_coded = body
+        .entries
+        .iter()
+        .flat_map(|entry| &entry.shards)
+        .flat_map(|shard| &shard.chunks)
+        .any(|chunk| chunk.codec != Codec::Store);
+    let is_cast = body.entries.iter().any(|entry| {
+        entry.stored_dtype != entry.dtype || entry.shards.iter().any(|shard| shard.scale_log2 != 0)
+    });
+    let flag = |is_used: bool, flag: u64| if is_used { flag } else { 0 };
+    flag(is_coded, CODING_FLAG) | flag(is_cast, CASTING_FLAG)
+}
 
 /// Refuses bytes that only a newer build understands.
 ///
@@ -110,7 +132,8 @@ mod tests {
 
     #[test]
     fn an_unknown_reader_flag_is_unsupported_and_named() {
-        let error = require_readable(PLACE, 1, 0b100).unwrap_err();
+        require_readable(PLACE, 1, CODING_FLAG | CASTING_FLAG).unwrap();
+        let error = require_readable(PLACE, 1, 0b111).unwrap_err();
         assert!(
             matches!(&error, Error::Unsupported { what: "reader flag", found, .. } if found == "0x4 of format version 1"),
             "{error:?}"

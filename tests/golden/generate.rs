@@ -180,7 +180,7 @@ fn chunk(name: &str, offset_bytes: u64) -> PackChunk {
 
 fn reference(pack: u32, chunk: PackChunk) -> ChunkRef {
     let PackChunk { offset_bytes, stored_length_bytes, codec, digest, .. } = chunk;
-    ChunkRef { pack, offset_bytes, stored_length_bytes, codec, digest }
+    ChunkRef { pack, offset_bytes, stored_length_bytes, codec, digest, base: None }
 }
 
 fn entry(name: &str, dtype: Dtype, shape: &[u64], chunk: ChunkRef) -> Entry {
@@ -191,8 +191,16 @@ fn entry(name: &str, dtype: Dtype, shape: &[u64], chunk: ChunkRef) -> Entry {
         stored_dtype: dtype,
         shape: shape.to_vec(),
         tied_to: None,
+        rounded_from: None,
         nonfinite: None,
-        shards: vec![Shard { offsets: vec![0; shape.len()], lengths: shape.to_vec(), chunks: vec![chunk] }],
+        abs_max: None,
+        l2_norm: None,
+        shards: vec![Shard {
+            offsets: vec![0; shape.len()],
+            lengths: shape.to_vec(),
+            scale_log2: 0,
+            chunks: vec![chunk],
+        }],
     }
 }
 

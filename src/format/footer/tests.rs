@@ -158,7 +158,7 @@ fn a_footer_with_another_magic_is_refused() {
 fn a_footer_of_the_future_is_unsupported() {
     let error = decode_resealed(&[], None, |footer| footer[4] = 2).unwrap_err();
     assert!(matches!(&error, Error::Unsupported { what: "format version", .. }), "{error:?}");
-    let error = decode_resealed(&[], None, |footer| footer[6] = 1).unwrap_err();
+    let error = decode_resealed(&[], None, |footer| footer[6] = 4).unwrap_err();
     assert!(matches!(&error, Error::Unsupported { what: "reader flag", .. }), "{error:?}");
     let error = decode_resealed(&[], None, |footer| footer[24] = 9).unwrap_err();
     assert!(

@@ -3,7 +3,7 @@
 use super::*;
 use crate::digest::ChunkDigest;
 use crate::format::manifest::validate;
-use crate::format::model::PackRecord;
+use crate::format::model::{BaseRef, PackRecord};
 use crate::format::samples;
 use crate::tensor::Dtype;
 use serde_json::value::RawValue;
@@ -215,8 +215,7 @@ fn a_tie_to_a_tie_is_refused() {
 #[test]
 fn a_tie_to_another_tensor_is_refused() {
     for change in [
-        |entry: &mut Entry| entry.dtype = Dtype::Int32,
-        |entry: &mut Entry| entry.stored_dtype = Dtype::Int32,
+        |entry: &mut Entry| entry.dtype = Dtype::Float64,
         |entry: &mut Entry| entry.shards[0].chunks[0].digest = ChunkDigest(0),
     ] {
         let found = refusal(|body| change(&mut body.entries[4]));
@@ -273,4 +272,141 @@ fn a_part_must_begin_with_its_own_pack() {
 fn long_names_are_cut_in_messages() {
     assert_eq!(shown("a\nb"), "a\\nb");
     assert_eq!(shown(&"n".repeat(1_000)).len(), 203);
+}
+
+/// The second chunk of `model.weight` on rank 0, as a difference to the first.
+fn make_delta(body: &mut Body) -> &mut ChunkRef {
+    let chunks = &mut body.entries[1].shards[0].chunks;
+    let base = chunks[0].as_base();
+    chunks[1] = ChunkRef { codec: Codec::Delta, stored_length_bytes: 100, base, ..chunks[1] };
+    &mut chunks[1]
+}
+
+#[test]
+fn a_difference_to_a_whole_chunk_is_legal() {
+    let mut body = samples::body();
+    make_delta(&mut body);
+    validate("snapshots/2.json", &samples::header_of(&body), &body).unwrap();
+}
+
+#[test]
+fn a_base_outside_its_pack_or_of_another_length_is_refused() {
+    let with_base =
+        |change: fn(&mut BaseRef)| refusal(|body| change(make_delta(body).base.as_mut().unwrap()));
+    assert_eq!(with_base(|base| base.pack = 3), owned("pack of a chunk of `model.weight`", "3"));
+    assert_eq!(with_base(|base| base.offset_bytes = 16_384).1, "4096 bytes at 16384");
+    let found = with_base(|base| base.stored_length_bytes = 4_095);
+    assert_eq!(found, owned("stored length of a chunk of `model.weight`", "4095"));
+    let found = with_base(|base| base.codec = Codec::Sparse);
+    assert_eq!(found, owned("base of a chunk of `model.weight`", "3"));
+}
+
+#[test]
+fn a_base_stands_beside_differences_only() {
+    let found = refusal(|body| make_delta(body).base = None);
+    assert_eq!(found, owned("base of a chunk of `model.weight`", "none"));
+    let found = refusal(|body| {
+        let chunk = make_delta(body);
+        (chunk.codec, chunk.stored_length_bytes) = (Codec::Store, 4_096);
+    });
+    assert_eq!(found, owned("base of a chunk of `model.weight`", "one"));
+}
+
+#[test]
+fn a_coded_chunk_is_shorter_than_what_it_holds() {
+    for codec in [Codec::Planes, Codec::Zstd] {
+        for stored_length_bytes in [0, 4_096] {
+            let found = refusal(|body| {
+                let chunk = &mut body.entries[1].shards[0].chunks[0];
+                *chunk = ChunkRef { stored_length_bytes, codec, ..*chunk };
+            });
+            let what = "stored length of a chunk of `model.weight`";
+            assert_eq!(found, owned(what, &stored_length_bytes.to_string()));
+        }
+    }
+}
+
+/// The tied bias as an entry of its own, rounded from the bias.
+fn make_rounded(body: &mut Body) -> &mut Entry {
+    let entry = &mut body.entries[4];
+    entry.tied_to = None;
+    entry.rounded_from = Some("model.bias".to_owned());
+    (entry.dtype, entry.stored_dtype) = (Dtype::Bfloat16, Dtype::Bfloat16);
+    let digest = ChunkDigest(7);
+    entry.shards[0].chunks[0] = ChunkRef {
+        pack: 0,
+        offset_bytes: 0,
+        stored_length_bytes: 0,
+        codec: Codec::Rounded,
+        digest,
+        base: None,
+    };
+    entry
+}
+
+#[test]
+fn an_entry_rounded_from_a_wider_one_is_legal() {
+    let mut body = samples::body();
+    make_rounded(&mut body);
+    validate("snapshots/2.json", &samples::header_of(&body), &body).unwrap();
+}
+
+#[test]
+fn a_rounded_entry_needs_a_wider_one_of_its_regions() {
+    let source = |name: &str| refusal(|body| make_rounded(body).rounded_from = Some(name.to_owned()));
+    let what = "entry rounded from of `tied.bias`";
+    assert_eq!(source("gone"), owned(what, "gone"));
+    assert_eq!(source("tied.bias"), owned(what, "tied.bias"));
+    assert_eq!(source("model.weight"), owned(what, "model.weight"));
+    let found = refusal(|body| {
+        let entry = make_rounded(body);
+        (entry.dtype, entry.stored_dtype) = (Dtype::Float32, Dtype::Float32);
+    });
+    assert_eq!(found, owned(what, "model.bias"));
+}
+
+#[test]
+fn a_rounded_chunk_has_no_place_and_an_entry_it_comes_from() {
+    let found = refusal(|body| make_rounded(body).rounded_from = None);
+    assert_eq!(found, owned("rounded chunk of `tied.bias`", "none"));
+    let found = refusal(|body| make_rounded(body).shards[0].chunks[0].stored_length_bytes = 1);
+    assert_eq!(found, owned("rounded chunk of `tied.bias`", "(0, 0, 1, None)"));
+}
+
+#[test]
+fn only_a_narrower_float_stands_for_a_float() {
+    let cast = |dtype, stored_dtype| {
+        refusal(|body| (body.entries[0].dtype, body.entries[0].stored_dtype) = (dtype, stored_dtype))
+    };
+    let what = "stored dtype of `model.bias`";
+    assert_eq!(cast(Dtype::Float32, Dtype::Float64), owned(what, "float64"));
+    assert_eq!(cast(Dtype::Bfloat16, Dtype::Float16), owned(what, "float16"));
+    assert_eq!(cast(Dtype::Int64, Dtype::Float32), owned(what, "float32"));
+    assert_eq!(cast(Dtype::Float32, Dtype::Int16), owned(what, "int16"));
+}
+
+#[test]
+fn only_a_cast_to_an_8_bit_float_has_a_scale() {
+    let what = "scale_log2 of `model.bias`";
+    assert_eq!(refusal(|body| body.entries[0].shards[0].scale_log2 = 1), owned(what, "1"));
+    let scaled = |scale_log2| {
+        let mut body = samples::body();
+        let entry = &mut body.entries[0];
+        entry.stored_dtype = Dtype::Float8E5m2;
+        entry.shards[0].scale_log2 = scale_log2;
+        entry.shards[0].chunks[0].stored_length_bytes = 8;
+        body.entries.truncate(4);
+        validate("snapshots/2.json", &samples::header_of(&body), &body)
+    };
+    scaled(-1_200).unwrap();
+    assert!(matches!(scaled(1_201), Err(Error::InvalidInput { .. } | Error::Corrupt { .. })));
+}
+
+#[test]
+fn statistics_are_finite_and_no_less_than_zero() {
+    for value in [-1.0, f64::INFINITY, f64::NAN] {
+        let found = refusal(|body| body.entries[0].abs_max = Some(value));
+        assert_eq!(found, owned("abs_max of `model.bias`", &format!("Some({value:?})")));
+        assert_eq!(refusal(|body| body.entries[0].l2_norm = Some(value)).0, "l2_norm of `model.bias`");
+    }
 }
