@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use crate::codec;
 use crate::digest::ChunkDigest;
 use crate::error::{Error, Result};
-use crate::finite::count_nonfinite;
+use crate::statistics::count_nonfinite;
 use crate::format::model::{Body, ChunkRef, Codec, Entry, Header, PackRecord, Part, RankStructure, Shard};
 use crate::format::pack::{self, PackChunk, PackHeader, PackKind};
 use crate::kill;
