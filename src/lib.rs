@@ -16,8 +16,8 @@
 //! | decide | [`plan`], [`catalog`]: pure functions |
 //! | code | [`codec`]: raw bytes to stored bytes and back |
 //! | bytes | [`format`], [`store`] |
-//! | values | [`region`], [`finite`] |
-//! | ground | [`tensor`], [`digest`], [`kernel`], [`threads`], [`kill`] |
+//! | values | [`region`], [`cast`], [`statistics`] |
+//! | ground | [`tensor`], [`float`], [`digest`], [`kernel`], [`threads`], [`kill`] |
 //! | errors | [`error`] |
 //!
 //! # Invariants
@@ -30,12 +30,13 @@
 //! * Nobody deletes what somebody holds; nobody waits for a deletion.
 //! * `unsafe` stands only in `kernel.rs` and `py/buffer.rs`, each block with its proof.
 
+pub mod cast;
 pub mod catalog;
 pub mod codec;
 pub mod commit;
 pub mod digest;
 pub mod error;
-pub mod finite;
+pub mod float;
 pub mod format;
 pub mod inflight;
 pub mod kernel;
@@ -49,6 +50,7 @@ pub mod repository;
 pub mod retain;
 pub mod saver;
 pub mod stage;
+pub mod statistics;
 pub mod store;
 pub mod sweep;
 pub mod tensor;

@@ -3,11 +3,41 @@
 //! The global rayon pool is not used: it does not survive `fork`, and data-loader workers fork. A child
 //! that finds itself in another process builds a pool of its own.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
+
+/// Values that workers lend to each other: as many as are in use at once, kept for the next user.
+///
+/// Fresh memory for each piece of work would cost more than the work, in page faults.
+#[derive(Debug, Default)]
+pub struct Spares<T>(Mutex<Vec<T>>);
+
+impl<T: Default> Spares<T> {
+    /// A spare value, or a new one.
+    pub fn take(&self) -> T {
+        self.idle().pop().unwrap_or_default()
+    }
+
+    /// Keeps a value for the next user.
+    pub fn give_back(&self, value: T) {
+        self.idle().push(value);
+    }
+
+    /// Lends a value to `work`.
+    pub fn lend<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
+        let mut value = self.take();
+        let done = work(&mut value);
+        self.give_back(value);
+        done
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 /// A lazily built pool of a fixed number of threads.
 #[derive(Debug)]

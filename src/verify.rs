@@ -10,10 +10,10 @@ use rayon::prelude::*;
 use crate::error::{Error, Result};
 use crate::format::model::Manifest;
 use crate::plan::{ReadChunk, Want, plan_read};
-use crate::read::{Buffers, OpenPacks, check_chunk, read_footer};
+use crate::read::{OpenPacks, Worker, read_footer};
 use crate::store::{Folder, Key, Store};
 use crate::tensor::Region;
-use crate::threads::Threads;
+use crate::threads::{Spares, Threads};
 
 /// One thing that is wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,8 +152,12 @@ fn new_chunks(manifest: &Manifest, readable: &[u32], sample: f64, users: &mut Us
         .groups
         .into_iter()
         .flat_map(|group| group.chunks)
-        .filter(|chunk| readable.contains(&chunk.reference.pack) && is_sampled(chunk, sample))
+        .filter(|chunk| chunk.packs().iter().all(|pack| readable.contains(pack)) && is_sampled(chunk, sample))
         .filter(|chunk| {
+            // A rounded chunk has no place of its own to know it by.
+            if chunk.rounded_from.is_some() {
+                return true;
+            }
             let pack = &manifest.body.packs[chunk.reference.pack as usize].name;
             let steps =
                 users.chunks.entry((format!("packs/{pack}"), chunk.reference.offset_bytes)).or_default();
@@ -178,7 +182,7 @@ fn check_chunks(
     cancelled: &AtomicBool,
     report: &mut Report,
 ) -> Result<()> {
-    let buffers = Buffers::default();
+    let workers = Spares::<Worker>::default();
     let checked_bytes = AtomicU64::new(0);
     let errors = Mutex::new(Vec::new());
     threads.pool()?.install(|| {
@@ -186,7 +190,7 @@ fn check_chunks(
             if cancelled.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            match buffers.lend(|buffer| check_chunk(packs, &manifest.body, chunk, buffer)) {
+            match workers.lend(|worker| worker.check(packs, &manifest.body, chunk)) {
                 Ok(()) => {
                     checked_bytes.fetch_add(chunk.raw_length_bytes, Ordering::Relaxed);
                 }

@@ -186,6 +186,13 @@ pub struct BaseRef {
 }
 
 impl ChunkRef {
+    /// A chunk that is computed from another entry, and lies nowhere.
+    #[must_use]
+    pub fn rounded(digest: ChunkDigest) -> Self {
+        let codec = Codec::Rounded;
+        Self { pack: 0, offset_bytes: 0, stored_length_bytes: 0, codec, digest, base: None }
+    }
+
     /// The chunk as the base of another, where it needs none itself and lies in a pack.
     #[must_use]
     pub fn as_base(&self) -> Option<BaseRef> {

@@ -68,7 +68,7 @@ impl Engine {
             let store = LocalStore::open(&path, LocalOptions { sync, read_only: access == Access::Read })?;
             Repository::open(
                 Arc::new(store),
-                Options { access, chunk_bytes, threads, rules, rank, world_size },
+                Options { access, chunk_bytes, threads, rules, rank, world_size, ..Options::default() },
             )
         };
         py.detach(open).map(|repository| Self { repository }).map_err(|error| raise(py, &error))
@@ -311,6 +311,7 @@ impl Tensors {
                 name,
                 rank,
                 dtype,
+                stored_dtype: dtype,
                 region: Region::whole(&shape),
                 shape,
                 tied_to,
@@ -474,7 +475,7 @@ impl SnapshotReader {
             let entry = entries
                 .get(index)
                 .ok_or_else(|| raise(py, &Error::invalid("entry", "index past the manifest's entries")))?;
-            let expected = raw_length_bytes(&entry.shape, entry.stored_dtype).unwrap_or(0);
+            let expected = raw_length_bytes(&entry.shape, entry.dtype).unwrap_or(0);
             memories.push(Memory::of(value, &entry.name, expected, true)?);
             names.push(entry.name.as_str());
             wants.push(Want { entry: index, region: Region::whole(&entry.shape), target });

@@ -13,7 +13,7 @@ use crate::format::model::{Header, Manifest, PackRecord};
 use crate::format::{limits, manifest, names};
 use crate::inflight::Registry;
 use crate::listing::Listing;
-use crate::plan::Base;
+use crate::plan::{Base, Compression, Pace};
 use crate::recover::{self, Recovered};
 use crate::retain::Rule;
 use crate::stage::StagePool;
@@ -22,6 +22,7 @@ use crate::threads::Threads;
 use crate::verify;
 
 mod chance;
+mod foundation;
 mod header;
 mod keeping;
 mod open;
@@ -61,6 +62,10 @@ pub struct Options {
     pub rank: u32,
     /// Ranks that save together.
     pub world_size: u32,
+    /// How small chunks are made.
+    pub compression: Compression,
+    /// Whether a chunk may be stored as a difference to an older one.
+    pub delta: bool,
 }
 
 impl Default for Options {
@@ -72,6 +77,8 @@ impl Default for Options {
             rules: Vec::new(),
             rank: 0,
             world_size: 1,
+            compression: Compression::default(),
+            delta: true,
         }
     }
 }
@@ -93,6 +100,7 @@ struct Shared {
     recovered: Recovered,
     lock: Mutex<Option<Box<dyn WriterLock>>>,
     state: Mutex<State>,
+    experience: Mutex<Experience>,
     /// Process that opened it: a forked child must not write.
     process: u32,
 }
@@ -112,6 +120,14 @@ struct State {
     stale_packs: bool,
     /// Something failed midway, so that the store may have other snapshots than `listing` says.
     stale_listing: bool,
+}
+
+/// What the saves of this handle taught; only how fast later ones are depends on it.
+#[derive(Debug, Default)]
+struct Experience {
+    pace: Pace,
+    /// By entry name: saves in a row in which a difference to the base did not pay, or was not tried.
+    delta_failures: HashMap<String, u32>,
 }
 
 impl State {
@@ -169,6 +185,7 @@ impl Repository {
                 recovered,
                 lock: Mutex::new(lock),
                 state: Mutex::new(state),
+                experience: Mutex::default(),
                 process: std::process::id(),
             }),
         })
@@ -281,7 +298,7 @@ impl Repository {
         let mut state = self.shared.lock_state();
         state.current = Some(seq);
         state.resumed_from = Some(seq);
-        state.base = Some(Arc::new(Base::new(seq, &snapshot.manifest.body, verified)));
+        state.base = Some(Arc::new(Base::new(seq, snapshot.manifest.body.clone(), verified)));
     }
 
     /// Checks packs and chunks of one snapshot, or of all of them.
@@ -338,6 +355,10 @@ impl Repository {
 impl Shared {
     fn lock_state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_experience(&self) -> MutexGuard<'_, Experience> {
+        self.experience.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The state; a handle that does not hold the lock, or that met a failure, first looks at the store

@@ -12,12 +12,13 @@ use crate::error::{Error, Result};
 use crate::format::model::{Header, RankStructure};
 use crate::format::names;
 use crate::kill;
-use crate::plan::Base;
+use crate::plan::{self, Base, Compression, Measured};
 use crate::retain;
 use crate::stage::{self, Staged};
-use crate::write::{EntryInput, WriteJob, write_pack};
+use crate::write::{Coding, EntryInput, Source, WriteJob, Written, write_pack};
 
 use super::chance::{now_unix_ms, random_u128};
+use super::foundation::Foundation;
 use super::{Repository, Shared};
 
 /// What to save, beside the bytes.
@@ -65,21 +66,44 @@ pub struct SaveReport {
 pub struct SaveSession {
     shared: Arc<Shared>,
     seq: u64,
+    pack_name: String,
     parent: Option<u64>,
     request: SaveRequest,
+    /// What it builds on, where that was decided before the copy.
+    foundation: Option<Foundation>,
+    /// For each source, whether the base has its bytes, so that it was not staged.
+    unchanged: Vec<bool>,
     staged: Option<Staged>,
     copy_seconds: f64,
 }
 
 impl Repository {
-    /// Starts a save and copies all sources, so that the caller may change them at once.
+    /// Starts a save and copies all sources, so that the caller may change them at once. A tensor that did
+    /// not change last time is compared with the base first, and not copied where it is equal.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] where the handle may not write, or is used in a forked child.
     pub fn begin_save(&self, request: SaveRequest, sources: &[&[u8]]) -> Result<SaveSession> {
         let mut session = self.session(request)?;
         let started = Instant::now();
-        session.staged = Some(stage::stage(&self.shared.stage_pool, &self.shared.threads, sources)?);
+        let shared = &self.shared;
+        let base = shared.base_at_hand().filter(|base| base.trusted);
+        let foundation = base.map(|base| shared.foundation(Some(base), &session.pack_name));
+        let unchanged = match &foundation {
+            Some(foundation) => {
+                shared.find_unchanged(&foundation.base_packs, &session.request.entries, sources)?
+            }
+            None => vec![false; sources.len()],
+        };
+        let copied: Vec<&[u8]> = sources
+            .iter()
+            .zip(&unchanged)
+            .filter(|(_, is_equal)| !**is_equal)
+            .map(|(source, _)| *source)
+            .collect();
+        session.staged = Some(stage::stage(&shared.stage_pool, &shared.threads, &copied)?);
+        session.unchanged = unchanged;
+        session.foundation = foundation;
         session.copy_seconds = started.elapsed().as_secs_f64();
         kill::point("save.staged");
         Ok(session)
@@ -96,7 +120,8 @@ impl Repository {
         sources: &[&[u8]],
         cancelled: &AtomicBool,
     ) -> Result<SaveReport> {
-        self.session(request)?.run_with(sources, cancelled)
+        let sources: Vec<Source<'_>> = sources.iter().map(|source| Source::Elements(source)).collect();
+        self.session(request)?.run_with(&sources, cancelled)
     }
 
     fn session(&self, request: SaveRequest) -> Result<SaveSession> {
@@ -110,8 +135,11 @@ impl Repository {
         Ok(SaveSession {
             shared: Arc::clone(&self.shared),
             seq,
+            pack_name: names::pack_name(seq, self.shared.options.rank, random_u128() as u64),
             parent,
             request,
+            foundation: None,
+            unchanged: Vec::new(),
             staged: None,
             copy_seconds: 0.0,
         })
@@ -134,11 +162,20 @@ impl SaveSession {
             .staged
             .take()
             .ok_or_else(|| Error::Internal { what: "a save ran without staged bytes".to_owned() })?;
-        let sources = staged.slices();
+        let mut copies = staged.slices().into_iter();
+        let sources: Vec<Source<'_>> = self
+            .unchanged
+            .iter()
+            .map(|&is_unchanged| match is_unchanged {
+                true => Some(Source::Unchanged),
+                false => copies.next().map(Source::Elements),
+            })
+            .collect::<Option<_>>()
+            .ok_or_else(|| Error::Internal { what: "a save staged too few tensors".to_owned() })?;
         self.run_with(&sources, cancelled)
     }
 
-    fn run_with(self, sources: &[&[u8]], cancelled: &AtomicBool) -> Result<SaveReport> {
+    fn run_with(self, sources: &[Source<'_>], cancelled: &AtomicBool) -> Result<SaveReport> {
         let shared = Arc::clone(&self.shared);
         let saved = self.write_and_commit(sources, cancelled);
         if saved.is_err() {
@@ -149,18 +186,18 @@ impl SaveSession {
         saved
     }
 
-    fn write_and_commit(self, sources: &[&[u8]], cancelled: &AtomicBool) -> Result<SaveReport> {
+    fn write_and_commit(mut self, sources: &[Source<'_>], cancelled: &AtomicBool) -> Result<SaveReport> {
         let shared = Arc::clone(&self.shared);
         let copy_seconds = self.copy_seconds;
-        let base = shared.base_for_save();
-        let pack_name = names::pack_name(self.seq, shared.options.rank, random_u128() as u64);
-        let held = base
-            .iter()
-            .flat_map(|base| base.packs.iter().map(|record| record.name.clone()))
-            .chain([pack_name.clone()]);
-        // IMPORTANT: held until the commit is in `state`, which a sweep reads after it has claimed packs.
-        let (guard, gone_packs) = shared.registry.hold(base.as_ref().map(|base| base.seq), held);
-        let written = write_pack(self.into_job(pack_name.clone(), base, gone_packs), sources, cancelled)?;
+        let pack_name = self.pack_name.clone();
+        let Foundation { base_packs, hold } = match self.foundation.take() {
+            Some(foundation) => foundation,
+            None => shared.foundation(shared.base_for_save(), &pack_name),
+        };
+        let started = Instant::now();
+        let written = write_pack(self.into_job(), sources, &base_packs, cancelled)?;
+        drop(base_packs);
+        shared.learn(&written, started.elapsed().as_secs_f64());
 
         let committing = Instant::now();
         let (chunk_count, reused_chunk_count) = (written.chunk_count, written.reused_chunk_count);
@@ -180,10 +217,10 @@ impl SaveSession {
             state.listing.seqs.insert(header.seq);
             state.headers.insert(header.seq, Arc::clone(&header));
             state.pack_tables.insert(header.seq, Arc::new(manifest.body.packs.clone()));
-            state.base = Some(Arc::new(Base::new(header.seq, &manifest.body, true)));
+            state.base = Some(Arc::new(Base::new(header.seq, manifest.body, true)));
             state.current = Some(header.seq);
         }
-        drop(guard);
+        drop(hold);
         let retention = shared.retention_after_commit().map_err(Arc::new);
         Ok(SaveReport {
             header,
@@ -198,12 +235,7 @@ impl SaveSession {
         })
     }
 
-    fn into_job(
-        self,
-        pack_name: String,
-        base: Option<Arc<Base>>,
-        gone_packs: std::collections::HashSet<String>,
-    ) -> WriteJob {
+    fn into_job(self) -> WriteJob {
         let options = &self.shared.options;
         let header = Header {
             repository_id: self.shared.repository_id.clone(),
@@ -222,12 +254,13 @@ impl SaveSession {
             state_digest: "0".repeat(64),
         };
         let rank = options.rank;
+        let coding = self.shared.coding();
         WriteJob {
             store: Arc::clone(&self.shared.store),
             threads: Arc::clone(&self.shared.threads),
             header,
             rank,
-            pack_name,
+            pack_name: self.pack_name,
             chunk_bytes: options.chunk_bytes,
             entries: self.request.entries,
             structure: self.request.structure,
@@ -237,29 +270,51 @@ impl SaveSession {
                 .into_iter()
                 .map(|structure| RankStructure { rank, structure })
                 .collect(),
-            base,
-            gone_packs,
+            coding,
             refer_always: options.rules.is_empty(),
         }
     }
 }
 
 impl Shared {
-    /// The snapshot whose chunks the next save may refer to: the last one this handle committed or
-    /// adopted, else the newest readable one, whose chunks are verified before they are referred to.
-    fn base_for_save(&self) -> Option<Arc<Base>> {
-        let (base, newest) = {
-            let state = self.lock_state();
-            (state.base.clone(), state.listing.seqs.last().copied())
-        };
-        base.or_else(|| {
-            let newest = newest?;
-            // A damaged newest snapshot only means that this save writes everything.
-            let manifest = self.manifest(newest).ok()?;
-            let base = Arc::new(Base::new(newest, &manifest.body, false));
-            self.lock_state().base = Some(Arc::clone(&base));
-            Some(base)
-        })
+    /// How a save codes, by what the caller wishes and what earlier saves measured.
+    fn coding(&self) -> Coding {
+        let experience = self.lock_experience();
+        let chosen = plan::effort(self.options.compression, experience.pace);
+        let failures = &experience.delta_failures;
+        Coding {
+            effort: chosen.map(|(effort, _)| effort),
+            least_bytes_per_second: chosen.and_then(|(_, least)| least),
+            delta: self.options.delta,
+            no_delta_for: failures
+                .iter()
+                .filter(|(_, count)| !plan::tries_delta(**count))
+                .map(|(name, _)| name.clone())
+                .collect(),
+            round: self.options.compression != Compression::None,
+        }
+    }
+
+    /// Notes what a save measured, for the next one.
+    fn learn(&self, written: &Written, seconds: f64) {
+        let mut experience = self.lock_experience();
+        experience.pace = experience.pace.after(Measured {
+            stored_bytes: written.part.pack.length_bytes,
+            seconds,
+            waiting_seconds: written.write_seconds + written.sync_seconds,
+            coded_bytes: written.coded_bytes,
+            coding_seconds: written.coding_seconds,
+        });
+        let failures = &mut experience.delta_failures;
+        // What was not tried counts as well, so that it is tried again at some time.
+        failures.values_mut().filter(|count| !plan::tries_delta(**count)).for_each(|count| *count += 1);
+        for (name, has_paid) in &written.delta_outcomes {
+            if *has_paid {
+                failures.remove(name);
+            } else {
+                *failures.entry(name.clone()).or_insert(0) += 1;
+            }
+        }
     }
 
     /// Removes the pack of a save whose commit failed, unless its manifest may have become visible.

@@ -40,7 +40,7 @@ impl Snapshot {
                 .entries
                 .get(want.entry)
                 .ok_or_else(|| Error::invalid("entry", "index past the manifest's entries"))?;
-            let length = raw_length_bytes(&want.region.lengths, entry.stored_dtype);
+            let length = raw_length_bytes(&want.region.lengths, entry.dtype);
             let target = targets.get(want.target).map(|target| target.len() as u64);
             if !want.region.fits(&entry.shape) || length.is_none() || length != target {
                 return Err(Error::Mismatch {
@@ -81,11 +81,14 @@ impl Snapshot {
     }
 
     /// The whole of an entry as one stretch of a file that may be mapped: (path, offset from the file's
-    /// first byte, length in bytes). `None` where its chunks are coded, not consecutive, or not in a file.
+    /// first byte, length in bytes). `None` where its chunks are coded or cast, not consecutive, or not in a file.
     #[must_use]
     pub fn mappable(&self, entry: usize) -> Option<(PathBuf, u64, u64)> {
         let entry = self.manifest.body.entries.get(entry)?;
         let [shard] = entry.shards.as_slice() else { return None };
+        if entry.stored_dtype != entry.dtype {
+            return None;
+        }
         let first = shard.chunks.first()?;
         let mut end = first.offset_bytes;
         for chunk in &shard.chunks {

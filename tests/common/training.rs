@@ -62,6 +62,7 @@ pub(crate) fn request(step: u64, state: &State) -> SaveRequest {
             name: name.clone(),
             rank: None,
             dtype: Dtype::Uint8,
+            stored_dtype: Dtype::Uint8,
             region: Region::whole(&shape),
             shape,
             tied_to: None,

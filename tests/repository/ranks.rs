@@ -1,6 +1,6 @@
 //! Parts of several ranks become one snapshot, or none.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -13,7 +13,7 @@ use varvite::store::memory::MemoryStore;
 use varvite::store::{Folder, Store};
 use varvite::tensor::{Dtype, Region};
 use varvite::threads::Threads;
-use varvite::write::{EntryInput, WriteJob, write_pack};
+use varvite::write::{BasePacks, Coding, EntryInput, Source, WriteJob, write_pack};
 
 use crate::common::names;
 use crate::common::training::{CHUNK_BYTES, json, open, save, state_at};
@@ -71,6 +71,7 @@ impl Rank {
             name: name.to_owned(),
             rank,
             dtype,
+            stored_dtype: dtype,
             shape,
             region,
             tied_to: None,
@@ -91,12 +92,11 @@ impl Rank {
             entries,
             structure: json("{}"),
             rank_structures: vec![RankStructure { rank: self.number, structure: json("{}") }],
-            base: None,
-            gone_packs: HashSet::new(),
+            coding: Coding::default(),
             refer_always: true,
         };
-        let sources: Vec<&[u8]> = sources.iter().map(Vec::as_slice).collect();
-        write_pack(job, &sources, &AtomicBool::new(false)).map(|written| written.part)
+        let sources: Vec<Source<'_>> = sources.iter().map(|bytes| Source::Elements(bytes)).collect();
+        write_pack(job, &sources, &BasePacks::default(), &AtomicBool::new(false)).map(|written| written.part)
     }
 
     fn header(&self) -> Header {

@@ -18,6 +18,8 @@ use crate::common::{get, pattern};
 pub(crate) struct Tensor {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
+    /// What it is stored as, where that is another dtype.
+    pub(crate) stored_dtype: Option<Dtype>,
     pub(crate) shape: Vec<u64>,
     pub(crate) bytes: Vec<u8>,
     pub(crate) tied_to: Option<String>,
@@ -33,13 +35,19 @@ impl Tensor {
 
     /// A tensor with these bytes.
     pub(crate) fn of(name: &str, dtype: Dtype, shape: &[u64], bytes: Vec<u8>) -> Self {
-        Self { name: name.to_owned(), dtype, shape: shape.to_vec(), bytes, tied_to: None }
+        let name = name.to_owned();
+        Self { name, dtype, stored_dtype: None, shape: shape.to_vec(), bytes, tied_to: None }
     }
 
     /// A float32 vector.
     pub(crate) fn floats(name: &str, values: &[f32]) -> Self {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         Self::of(name, Dtype::Float32, &[values.len() as u64], bytes)
+    }
+
+    /// The same, stored as another dtype.
+    pub(crate) fn stored_as(self, dtype: Dtype) -> Self {
+        Self { stored_dtype: Some(dtype), ..self }
     }
 
     /// Another name of the same storage.
@@ -61,6 +69,7 @@ pub(crate) fn request_of(step: u64, tensors: &[Tensor]) -> (SaveRequest, Vec<&[u
             name: tensor.name.clone(),
             rank: None,
             dtype: tensor.dtype,
+            stored_dtype: tensor.stored_dtype.unwrap_or(tensor.dtype),
             shape: tensor.shape.clone(),
             region: Region::whole(&tensor.shape),
             tied_to: tensor.tied_to.clone(),
@@ -99,7 +108,7 @@ pub(crate) fn load_region(
         nearest: Vec::new(),
     })?;
     let region = region.unwrap_or_else(|| Region::whole(&entries[entry].shape));
-    let length = raw_length_bytes(&region.lengths, entries[entry].stored_dtype).unwrap();
+    let length = raw_length_bytes(&region.lengths, entries[entry].dtype).unwrap();
     let mut bytes = vec![0x5a; length as usize];
     snapshot.read(
         &[Want { entry, region, target: 0 }],

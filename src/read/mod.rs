@@ -1,6 +1,6 @@
 //! Runs a [`ReadPlan`]: parallel reads, each chunk verified before one of its bytes is copied out.
 //!
-//! Memory beyond the caller's buffers is one read buffer a thread. All packs of the plan are opened
+//! Memory beyond the caller's buffers are the buffers of one worker a thread. All packs of the plan are opened
 //! before the first byte is read, so that a deletion by another process can't take them away midway.
 
 use std::collections::BTreeMap;
@@ -10,14 +10,18 @@ use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use crate::digest::ChunkDigest;
 use crate::error::{Error, Result};
-use crate::format::model::{Body, Codec};
+use crate::format::model::Body;
 use crate::format::pack;
-use crate::kernel;
 use crate::plan::{ReadChunk, ReadGroup, ReadPlan};
 use crate::store::{Folder, Key, ReadAt, Store};
-use crate::threads::Threads;
+use crate::threads::{Spares, Threads};
+
+mod chunk;
+
+pub use chunk::Worker;
+
+use chunk::Source;
 
 /// Reads that the store is told of before it is asked for them: what keeps a cold medium busy.
 const READ_AHEAD_GROUPS: usize = 16;
@@ -70,23 +74,6 @@ impl OpenPacks {
     }
 }
 
-/// Read buffers that are used again: as many as threads work at once, each as long as its longest read.
-///
-/// Fresh memory for each read would cost more than the read, in page faults.
-#[derive(Debug, Default)]
-pub struct Buffers(Mutex<Vec<Vec<u8>>>);
-
-impl Buffers {
-    /// Lends a buffer to `work`.
-    pub fn lend<T>(&self, work: impl FnOnce(&mut Vec<u8>) -> T) -> T {
-        let idle = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut buffer = idle().pop().unwrap_or_default();
-        let done = work(&mut buffer);
-        idle().push(buffer);
-        done
-    }
-}
-
 /// Fills all targets of a plan; returns the raw bytes that were verified.
 ///
 /// `targets` are what [`crate::plan::Want::target`] indexes, each as long as its region.
@@ -102,10 +89,11 @@ pub fn run(
     targets: &mut [&mut [u8]],
     cancelled: &AtomicBool,
 ) -> Result<u64> {
-    let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
+    let packs = OpenPacks::open(store, body, plan.packs())?;
+    let source = Source { packs: &packs, body };
     let slices = split_targets(plan, targets)?;
     let jobs = distribute(plan, slices);
-    let buffers = Buffers::default();
+    let workers = Spares::<Worker>::default();
     let verified = AtomicU64::new(0);
     let failed = AtomicBool::new(false);
     let cold = AtomicBool::new(false);
@@ -113,7 +101,7 @@ pub fn run(
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
     // Threads take reads in the order of the packs, so that the medium sees one forward pass.
     let work = || {
-        buffers.lend(|buffer| {
+        workers.lend(|worker| {
             while let Some((index, (group, slices))) = next() {
                 if failed.load(Ordering::Relaxed) {
                     return Ok(());
@@ -127,7 +115,7 @@ pub fn run(
                     packs.get(later.pack)?.1.will_read(later.range.clone());
                 }
                 let started = Instant::now();
-                match read_group(&packs, body, group, slices, buffer) {
+                match read_group(source, group, slices, worker) {
                     Ok(bytes) => {
                         if started.elapsed() > WARM_READ_LIMIT {
                             cold.store(true, Ordering::Relaxed);
@@ -151,7 +139,7 @@ pub fn run(
 fn split_targets<'t>(plan: &ReadPlan, targets: &'t mut [&mut [u8]]) -> Result<Vec<Option<&'t mut [u8]>>> {
     let mut by_target: Vec<Vec<(u64, u64, usize)>> = vec![Vec::new(); targets.len()];
     for piece in plan.groups.iter().flat_map(|group| &group.chunks).flat_map(|chunk| &chunk.pieces) {
-        by_target[piece.target].push((piece.target_offset_bytes, piece.length_bytes, piece.id));
+        by_target[piece.target].push((piece.target_offset_bytes, piece.target_length_bytes, piece.id));
     }
     let mut slices: Vec<Option<&mut [u8]>> = (0..plan.piece_count).map(|_| None).collect();
     for (target, mut pieces) in targets.iter_mut().zip(by_target) {
@@ -196,55 +184,27 @@ fn distribute<'p, 't>(plan: &'p ReadPlan, mut slices: Vec<Option<&'t mut [u8]>>)
 }
 
 fn read_group(
-    packs: &OpenPacks,
-    body: &Body,
+    source: Source<'_>,
     group: &ReadGroup,
     slices: Vec<Vec<&mut [u8]>>,
-    buffer: &mut Vec<u8>,
+    worker: &mut Worker,
 ) -> Result<u64> {
-    let (name, object) = packs.get(group.pack)?;
     let length = (group.range.end - group.range.start) as usize;
-    if buffer.len() < length {
-        buffer.resize(length, 0);
+    if length > 0 {
+        let (_, object) = source.packs.get(group.pack)?;
+        if worker.group.len() < length {
+            worker.group.resize(length, 0);
+        }
+        object.read_at(group.range.start, &mut worker.group[..length])?;
     }
-    object.read_at(group.range.start, &mut buffer[..length])?;
     let mut verified = 0;
     for (chunk, slices) in group.chunks.iter().zip(slices) {
-        let start = (chunk.reference.offset_bytes - group.range.start) as usize;
-        let stored = &buffer[start..start + chunk.reference.stored_length_bytes as usize];
+        let start = chunk.reference.offset_bytes.saturating_sub(group.range.start) as usize;
+        let range = start..start + chunk.reference.stored_length_bytes as usize;
+        worker.fill(source, chunk, range, slices)?;
         verified += chunk.raw_length_bytes;
-        match chunk.reference.codec {
-            Codec::Store => {
-                verify(name, body, chunk, stored)?;
-                scatter(chunk, stored, slices);
-            }
-            _ => return Err(Error::Internal { what: "a codec is not built yet".to_owned() }),
-        }
     }
     Ok(verified)
-}
-
-/// Compares a chunk's raw bytes with its digest.
-fn verify(pack: &str, body: &Body, chunk: &ReadChunk, raw: &[u8]) -> Result<()> {
-    let found = ChunkDigest::of(raw);
-    if found == chunk.reference.digest && raw.len() as u64 == chunk.raw_length_bytes {
-        return Ok(());
-    }
-    let entry = body.entries.get(chunk.entry).map_or("?", |entry| entry.name.as_str());
-    Err(Error::corrupt(
-        pack,
-        chunk.reference.offset_bytes,
-        format!("chunk of `{entry}`"),
-        format!("digest {}", chunk.reference.digest),
-        format!("digest {found}"),
-    ))
-}
-
-fn scatter(chunk: &ReadChunk, raw: &[u8], slices: Vec<&mut [u8]>) {
-    for (piece, slice) in chunk.pieces.iter().zip(slices) {
-        let start = piece.chunk_offset_bytes as usize;
-        kernel::copy(slice, &raw[start..start + piece.length_bytes as usize]);
-    }
 }
 
 /// Reads and verifies all chunks of a plan without keeping their bytes.
@@ -258,32 +218,18 @@ pub fn check(
     plan: &ReadPlan,
     cancelled: &AtomicBool,
 ) -> Result<u64> {
-    let packs = OpenPacks::open(store, body, plan.groups.iter().map(|group| group.pack))?;
-    let buffers = Buffers::default();
+    let packs = OpenPacks::open(store, body, plan.packs())?;
+    let workers = Spares::<Worker>::default();
     let chunks: Vec<&ReadChunk> = plan.groups.iter().flat_map(|group| &group.chunks).collect();
     threads.pool()?.install(|| {
         chunks.par_iter().try_for_each(|chunk| {
             if cancelled.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            buffers.lend(|buffer| check_chunk(&packs, body, chunk, buffer))
+            workers.lend(|worker| worker.check(&packs, body, chunk))
         })
     })?;
     Ok(chunks.iter().map(|chunk| chunk.raw_length_bytes).sum())
-}
-
-/// Reads and verifies one chunk without keeping its bytes.
-///
-/// # Errors
-/// [`Error::Corrupt`] or [`Error::Store`], as [`run`].
-pub fn check_chunk(packs: &OpenPacks, body: &Body, chunk: &ReadChunk, buffer: &mut Vec<u8>) -> Result<()> {
-    let (name, object) = packs.get(chunk.reference.pack)?;
-    buffer.resize(chunk.reference.stored_length_bytes as usize, 0);
-    object.read_at(chunk.reference.offset_bytes, buffer)?;
-    match chunk.reference.codec {
-        Codec::Store => verify(name, body, chunk, buffer),
-        _ => Err(Error::Internal { what: "a codec is not built yet".to_owned() }),
-    }
 }
 
 /// Reads and checks header, trailer and footer of a pack.

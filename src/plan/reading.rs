@@ -1,0 +1,272 @@
+//! Which bytes of which packs a load needs, and where each verified byte goes.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use crate::format::model::{Body, ChunkRef, Codec, Entry, Shard};
+use crate::region;
+use crate::tensor::{Dtype, Region, raw_length_bytes};
+
+use super::chunk_ranges;
+
+/// Reads of at most this many bytes are merged when they lie close together in a pack.
+const COALESCE_BYTES: u64 = 1 << 20;
+/// Unwanted bytes that a merged read may carry between two wanted ranges.
+const COALESCE_GAP_BYTES: u64 = 16 * 1024;
+
+/// A region of an entry that a load wants in one of the caller's buffers.
+#[derive(Clone, Debug)]
+pub struct Want {
+    /// Index into the body's entries.
+    pub entry: usize,
+    /// The region, in elements.
+    pub region: Region,
+    /// Index of the buffer, which holds exactly this region in row-major order, in the entry's dtype.
+    pub target: usize,
+}
+
+/// Which bytes to read, and where each verified byte goes.
+#[derive(Debug, Default)]
+pub struct ReadPlan {
+    /// Reads in order of pack and offset.
+    pub groups: Vec<ReadGroup>,
+    /// Number of pieces of all chunks.
+    pub piece_count: usize,
+}
+
+/// One read: consecutive bytes of a pack that hold one chunk or several, or one rounded chunk.
+#[derive(Debug)]
+pub struct ReadGroup {
+    /// Index into the body's packs.
+    pub pack: u32,
+    /// Bytes to read, from the pack's first byte. Empty for a rounded chunk, which lies nowhere.
+    pub range: Range<u64>,
+    /// Chunks inside the range, by offset.
+    pub chunks: Vec<ReadChunk>,
+}
+
+/// A chunk to read, verify and scatter.
+#[derive(Debug)]
+pub struct ReadChunk {
+    /// Where it lies.
+    pub reference: ChunkRef,
+    /// Length of its raw bytes.
+    pub raw_length_bytes: u64,
+    /// Index of an entry that has it, for messages.
+    pub entry: usize,
+    /// What it is computed from, for codec [`Codec::Rounded`].
+    pub rounded_from: Option<RoundedFrom>,
+    /// Where its raw bytes go.
+    pub pieces: Vec<Piece>,
+}
+
+/// The chunks of a wider float whose values, rounded, are the raw bytes of a chunk.
+#[derive(Clone, Debug)]
+pub struct RoundedFrom {
+    /// Index of the entry they belong to.
+    pub entry: usize,
+    /// Element type of their raw bytes.
+    pub source_dtype: Dtype,
+    /// Element type of the rounded chunk.
+    pub dtype: Dtype,
+    /// Consecutive chunks, each with the length of its raw bytes.
+    pub chunks: Vec<(ChunkRef, u64)>,
+}
+
+/// How stored elements become those of the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CastBack {
+    /// Element type of the raw bytes.
+    pub stored_dtype: Dtype,
+    /// Element type of the target.
+    pub dtype: Dtype,
+    /// Power of two that the stored values are multiplied by.
+    pub scale_log2: i32,
+}
+
+/// Consecutive raw bytes of a chunk and their place in a target.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// Number of this piece among all of the plan.
+    pub id: usize,
+    /// Offset in the chunk's raw bytes.
+    pub chunk_offset_bytes: u64,
+    /// Raw bytes of the piece, never 0.
+    pub length_bytes: u64,
+    /// Index of the target buffer.
+    pub target: usize,
+    /// Offset in the target buffer.
+    pub target_offset_bytes: u64,
+    /// Bytes of the piece in the target.
+    pub target_length_bytes: u64,
+    /// What happens to its elements; `None` where they are copied.
+    pub cast: Option<CastBack>,
+}
+
+impl ReadPlan {
+    /// Indices of all packs that the plan reads from.
+    #[must_use]
+    pub fn packs(&self) -> BTreeSet<u32> {
+        self.groups.iter().flat_map(|group| &group.chunks).flat_map(ReadChunk::packs).collect()
+    }
+}
+
+impl ReadChunk {
+    /// Indices of the packs that this chunk needs.
+    #[must_use]
+    pub fn packs(&self) -> Vec<u32> {
+        let of =
+            |chunk: &ChunkRef| [Some(chunk.pack), chunk.base.map(|base| base.pack)].into_iter().flatten();
+        match &self.rounded_from {
+            Some(source) => source.chunks.iter().flat_map(|(chunk, _)| of(chunk)).collect(),
+            None => of(&self.reference).collect(),
+        }
+    }
+}
+
+/// Plans the reads that fill all wanted regions of a validated body.
+///
+/// Each needed chunk is read once, however many targets want it; chunks that none wants are not read.
+#[must_use]
+pub fn plan_read(body: &Body, wants: &[Want]) -> ReadPlan {
+    let mut planner = Planner { body, chunks: Vec::new(), piece_count: 0 };
+    for want in wants {
+        for shard in &body.entries[want.entry].shards {
+            planner.add_shard(want, shard);
+        }
+    }
+    ReadPlan { groups: group(merge_equal(planner.chunks)), piece_count: planner.piece_count }
+}
+
+struct Planner<'a> {
+    body: &'a Body,
+    chunks: Vec<ReadChunk>,
+    piece_count: usize,
+}
+
+impl Planner<'_> {
+    fn add_shard(&mut self, want: &Want, shard: &Shard) {
+        let body = self.body;
+        let entry = &body.entries[want.entry];
+        let shard_region = Region { offsets: shard.offsets.clone(), lengths: shard.lengths.clone() };
+        let element_bytes = entry.stored_dtype.size_bytes();
+        let length_bytes = raw_length_bytes(&shard.lengths, entry.stored_dtype).unwrap_or(0);
+        let cast = (entry.stored_dtype != entry.dtype).then_some(CastBack {
+            stored_dtype: entry.stored_dtype,
+            dtype: entry.dtype,
+            scale_log2: shard.scale_log2,
+        });
+        let in_target = |bytes: u64| bytes / element_bytes * entry.dtype.size_bytes();
+        for run in region::runs(&shard_region, &want.region, element_bytes) {
+            let mut done = 0;
+            while done < run.length_bytes {
+                let source = run.source_offset_bytes + done;
+                let index = source / body.chunk_bytes;
+                let chunk_start = index * body.chunk_bytes;
+                let chunk_end = (chunk_start + body.chunk_bytes).min(length_bytes);
+                let length = (chunk_end - source).min(run.length_bytes - done);
+                let piece = Piece {
+                    id: self.piece_count,
+                    chunk_offset_bytes: source - chunk_start,
+                    length_bytes: length,
+                    target: want.target,
+                    target_offset_bytes: in_target(run.target_offset_bytes + done),
+                    target_length_bytes: in_target(length),
+                    cast,
+                };
+                self.piece_count += 1;
+                done += length;
+                self.add_piece(want.entry, shard, index, chunk_end - chunk_start, piece);
+            }
+        }
+    }
+
+    fn add_piece(&mut self, entry: usize, shard: &Shard, index: u64, raw_length_bytes: u64, piece: Piece) {
+        let reference = shard.chunks[index as usize];
+        match self.chunks.last_mut() {
+            Some(last) if last.reference == reference && last.entry == entry => last.pieces.push(piece),
+            _ => self.chunks.push(ReadChunk {
+                reference,
+                raw_length_bytes,
+                entry,
+                rounded_from: (reference.codec == Codec::Rounded)
+                    .then(|| rounded_from(self.body, &self.body.entries[entry], shard, index))
+                    .flatten(),
+                pieces: vec![piece],
+            }),
+        }
+    }
+}
+
+/// The chunks that a rounded one is computed from; a validated body has them.
+fn rounded_from(body: &Body, entry: &Entry, shard: &Shard, index: u64) -> Option<RoundedFrom> {
+    let position = (entry.rounded_from.as_deref()?, entry.rank);
+    let found =
+        body.entries.binary_search_by(|probe| (probe.name.as_str(), probe.rank).cmp(&position)).ok()?;
+    let source = &body.entries[found];
+    let shards = &source.shards;
+    let source_shard = &shards[shards.binary_search_by(|probe| probe.offsets.cmp(&shard.offsets)).ok()?];
+    // A source element has more bytes, so its chunks are cut at least as often.
+    let ratio = source.stored_dtype.size_bytes() / entry.stored_dtype.size_bytes();
+    let length_bytes = raw_length_bytes(&source_shard.lengths, source.stored_dtype)?;
+    let chunks = chunk_ranges(length_bytes, body.chunk_bytes)
+        .zip(&source_shard.chunks)
+        .skip((index * ratio) as usize)
+        .take(ratio as usize)
+        .map(|(range, chunk)| (*chunk, range.end - range.start))
+        .collect();
+    Some(RoundedFrom { entry: found, source_dtype: source.stored_dtype, dtype: entry.stored_dtype, chunks })
+}
+
+/// Sorts chunks by place and merges the pieces of equal ones. A rounded chunk has the place of the first
+/// that it is computed from, so that both are read at about the same time.
+fn merge_equal(mut chunks: Vec<ReadChunk>) -> Vec<ReadChunk> {
+    chunks.sort_by_key(|chunk| {
+        let first = chunk.rounded_from.as_ref().and_then(|source| source.chunks.first());
+        let place = first.map_or(chunk.reference, |(first, _)| *first);
+        (place.pack, place.offset_bytes, chunk.rounded_from.is_some())
+    });
+    let mut merged: Vec<ReadChunk> = Vec::with_capacity(chunks.len());
+    for chunk in chunks {
+        match merged.last_mut() {
+            Some(last)
+                if last.reference == chunk.reference && last.raw_length_bytes == chunk.raw_length_bytes =>
+            {
+                last.pieces.extend(chunk.pieces);
+            }
+            _ => merged.push(chunk),
+        }
+    }
+    merged
+}
+
+/// Joins chunks that lie close together into one read.
+fn group(chunks: Vec<ReadChunk>) -> Vec<ReadGroup> {
+    let mut groups: Vec<ReadGroup> = Vec::new();
+    // Rounded chunks stand in between and don't end a group.
+    let mut open: Option<usize> = None;
+    for chunk in chunks {
+        if let Some(source) = &chunk.rounded_from {
+            let pack = source.chunks.first().map_or(0, |(first, _)| first.pack);
+            groups.push(ReadGroup { pack, range: 0..0, chunks: vec![chunk] });
+            continue;
+        }
+        let start = chunk.reference.offset_bytes;
+        let end = start + chunk.reference.stored_length_bytes;
+        match open.and_then(|index| groups.get_mut(index)) {
+            Some(last)
+                if last.pack == chunk.reference.pack
+                    && start <= last.range.end.saturating_add(COALESCE_GAP_BYTES)
+                    && end.max(last.range.end) - last.range.start <= COALESCE_BYTES =>
+            {
+                last.range.end = last.range.end.max(end);
+                last.chunks.push(chunk);
+            }
+            _ => {
+                open = Some(groups.len());
+                groups.push(ReadGroup { pack: chunk.reference.pack, range: start..end, chunks: vec![chunk] });
+            }
+        }
+    }
+    groups
+}

@@ -1,0 +1,126 @@
+//! What a save builds on: the snapshot before it, whose chunks it need not write again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rayon::prelude::*;
+
+use crate::digest::ChunkDigest;
+use crate::error::Result;
+use crate::format::model::{ChunkRef, Shard};
+use crate::inflight::Hold;
+use crate::plan::{Base, chunk_ranges};
+use crate::write::{BasePacks, EntryInput};
+
+use super::Shared;
+
+/// The base of a save, with its packs open and held.
+#[derive(Debug)]
+pub(super) struct Foundation {
+    pub(super) base_packs: BasePacks,
+    /// Keeps the packs of the base, and the one that is written, from deletion.
+    pub(super) hold: Hold,
+}
+
+impl Shared {
+    /// Opens the packs of a base, and registers them and the pack that is about to be written.
+    pub(super) fn foundation(&self, base: Option<Arc<Base>>, pack_name: &str) -> Foundation {
+        let held = base
+            .iter()
+            .flat_map(|base| base.packs.iter().map(|record| record.name.clone()))
+            .chain([pack_name.to_owned()]);
+        // IMPORTANT: held until the commit is in `state`, which a sweep reads after it has claimed packs.
+        let (hold, gone_packs) = self.registry.hold(base.as_ref().map(|base| base.seq), held);
+        Foundation { base_packs: BasePacks::open(self.store.as_ref(), base, &gone_packs), hold }
+    }
+
+    /// For each source, whether its bytes are those of the base: such a tensor needs no copy.
+    ///
+    /// Only tensors that did not change from the base's parent to the base are compared, by digest and in
+    /// place; for all others that would be a read for nothing before the copy.
+    pub(super) fn find_unchanged(
+        &self,
+        base_packs: &BasePacks,
+        entries: &[EntryInput],
+        sources: &[&[u8]],
+    ) -> Result<Vec<bool>> {
+        let mut unchanged = vec![false; sources.len()];
+        let Some(base) = base_packs.base().filter(|base| base.trusted) else { return Ok(unchanged) };
+        let candidates = self.candidates(base, base_packs, entries);
+        if candidates.is_empty() {
+            return Ok(unchanged);
+        }
+        let differs: Vec<AtomicBool> = candidates.iter().map(|_| AtomicBool::new(false)).collect();
+        let chunks: Vec<(usize, &[u8], ChunkDigest)> = candidates
+            .iter()
+            .enumerate()
+            .flat_map(|(candidate, (source, shard))| {
+                let bytes = sources[*source];
+                chunk_ranges(bytes.len() as u64, self.options.chunk_bytes).zip(&shard.chunks).map(
+                    move |(range, chunk)| {
+                        (candidate, &bytes[range.start as usize..range.end as usize], chunk.digest)
+                    },
+                )
+            })
+            .collect();
+        self.threads.pool()?.install(|| {
+            let piece_count = if chunks.len() > 256 { 64 } else { 1 };
+            chunks.par_iter().with_min_len(piece_count).for_each(|(candidate, bytes, digest)| {
+                // One chunk that differs is enough: the tensor is copied whole.
+                let is_known = differs[*candidate].load(Ordering::Relaxed);
+                if !is_known && ChunkDigest::of(bytes) != *digest {
+                    differs[*candidate].store(true, Ordering::Relaxed);
+                }
+            });
+        });
+        for ((source, _), differs) in candidates.iter().zip(&differs) {
+            unchanged[*source] = !differs.load(Ordering::Relaxed);
+        }
+        Ok(unchanged)
+    }
+
+    /// Sources that did not change last time, with the shards that may hold their bytes, in packs that are
+    /// there and worth keeping for these alone.
+    fn candidates<'b>(
+        &self,
+        base: &'b Base,
+        base_packs: &BasePacks,
+        entries: &[EntryInput],
+    ) -> Vec<(usize, &'b Shard)> {
+        let found: Vec<(usize, &Shard)> = entries
+            .iter()
+            .filter(|entry| entry.stored_dtype == entry.dtype && !entry.region.lengths.contains(&0))
+            .filter_map(|entry| {
+                let key = (entry.name.as_str(), entry.rank);
+                let shard = base.shard(key, &entry.region, entry.stored_dtype, self.options.chunk_bytes)?;
+                Some((entry.source?, shard))
+            })
+            .filter(|(_, shard)| base.did_not_change(shard))
+            .collect();
+        let chunks = found.iter().flat_map(|(_, shard)| &shard.chunks).copied();
+        let worth = base.packs_worth_keeping(chunks, self.options.rules.is_empty());
+        let is_kept = |pack: u32| worth.contains(&pack) && base_packs.has(pack);
+        let is_usable =
+            |chunk: &ChunkRef| is_kept(chunk.pack) && chunk.base.is_none_or(|base| is_kept(base.pack));
+        found.into_iter().filter(|(_, shard)| shard.chunks.iter().all(is_usable)).collect()
+    }
+
+    /// The base that needs no look at the store: the snapshot that this handle committed or adopted last.
+    pub(super) fn base_at_hand(&self) -> Option<Arc<Base>> {
+        self.lock_state().base.clone()
+    }
+
+    /// The snapshot whose chunks the next save may refer to: the one at hand, else the newest readable one,
+    /// whose chunks are verified before they are referred to.
+    pub(super) fn base_for_save(&self) -> Option<Arc<Base>> {
+        let newest = self.lock_state().listing.seqs.last().copied();
+        self.base_at_hand().or_else(|| {
+            let newest = newest?;
+            // A damaged newest snapshot only means that this save writes everything.
+            let manifest = self.manifest(newest).ok()?;
+            let base = Arc::new(Base::new(newest, manifest.body, false));
+            self.lock_state().base = Some(Arc::clone(&base));
+            Some(base)
+        })
+    }
+}
