@@ -6,11 +6,11 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use serde_json::value::RawValue;
 use varvite::digest::ChunkDigest;
-use varvite::statistics::count_nonfinite;
 use varvite::format::manifest;
 use varvite::format::model::{Body, ChunkRef, Codec, Entry, Header, PackRecord, Shard};
 use varvite::format::state_digest::state_digest;
 use varvite::kernel;
+use varvite::statistics::count_nonfinite;
 use varvite::tensor::Dtype;
 
 const CHUNK_BYTES: usize = 1 << 20;

@@ -65,9 +65,14 @@ fn statistics_of(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("statistics in cache");
     group.throughput(Throughput::Bytes(CHUNK_BYTES as u64)).sample_size(20);
     let bytes = pattern(CHUNK_BYTES);
-    for dtype in
-        [Dtype::Float64, Dtype::Float32, Dtype::Bfloat16, Dtype::Float16, Dtype::Float8E4m3fn, Dtype::Complex64]
-    {
+    for dtype in [
+        Dtype::Float64,
+        Dtype::Float32,
+        Dtype::Bfloat16,
+        Dtype::Float16,
+        Dtype::Float8E4m3fn,
+        Dtype::Complex64,
+    ] {
         group.bench_function(dtype.name(), |bencher| {
             bencher.iter(|| statistics::of(dtype, black_box(&bytes)));
         });
