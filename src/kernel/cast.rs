@@ -27,19 +27,14 @@ pub fn map<const FROM: usize, const TO: usize>(
 ) {
     let (source, _) = source.as_chunks::<FROM>();
     let (target, _) = target.as_chunks_mut::<TO>();
-    let each = |source: &[[u8; FROM]], target: &mut [[u8; TO]]| {
-        for (source, target) in source.iter().zip(target) {
-            *target = convert(*source);
-        }
-    };
     if size_of_val(target) < STREAM_FROM_BYTES {
-        return each(source, target);
+        return each(source, target, &convert);
     }
     // A head that ends at a line; where words straddle lines there is none, and all is head.
     let head = target.as_ptr().align_offset(LINE_BYTES).min(target.len()).min(source.len());
     let (source_head, source) = source.split_at(head);
     let (target_head, target) = target.split_at_mut(head);
-    each(source_head, target_head);
+    each(source_head, target_head, &convert);
 
     let mut buffer = [[0; TO]; BLOCK_WORDS];
     let (source_blocks, source_rest) = source.as_chunks::<BLOCK_WORDS>();
@@ -49,15 +44,23 @@ pub fn map<const FROM: usize, const TO: usize>(
         let (buffer_groups, _) = buffer.as_chunks_mut::<GROUP_WORDS>();
         for (source, buffer) in source.iter().zip(buffer_groups) {
             request_ahead(source.as_flattened());
-            each(source, buffer);
+            each(source, buffer, &convert);
         }
         stream(target.as_flattened_mut(), buffer.as_flattened());
     }
     finish_streams();
-    each(source_rest, target_rest);
+    each(source_rest, target_rest, &convert);
 }
 
 const LINE_BYTES: usize = 64;
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "compiled again with the vectors of each caller")]
+fn each<From: Copy, To>(source: &[From], target: &mut [To], convert: &impl Fn(From) -> To) {
+    for (source, target) in source.iter().zip(target) {
+        *target = convert(*source);
+    }
+}
 
 /// Asks for the lines that lie [`AHEAD_BYTES`] after these.
 #[inline]
