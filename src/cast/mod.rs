@@ -16,6 +16,7 @@ use crate::float::lanes::{
 };
 use crate::float::{Layout, convert};
 use crate::kernel;
+use crate::kernel::cast::map;
 use crate::tensor::Dtype;
 
 /// Layout of the dtypes that are cast, `None` for all others.
@@ -248,19 +249,5 @@ fn convert_elements(from: Dtype, to: Dtype, scale_log2: i32, source: &[u8], targ
         bits[..from_bytes].copy_from_slice(source);
         let converted = convert(from_layout, to_layout, scale_log2, u64::from_le_bytes(bits));
         target.copy_from_slice(&converted.to_le_bytes()[..to_bytes]);
-    }
-}
-
-#[inline(always)]
-#[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
-fn map<const FROM: usize, const TO: usize>(
-    source: &[u8],
-    target: &mut [u8],
-    convert: impl Fn([u8; FROM]) -> [u8; TO],
-) {
-    let (source, _) = source.as_chunks::<FROM>();
-    let (target, _) = target.as_chunks_mut::<TO>();
-    for (source, target) in source.iter().zip(target) {
-        *target = convert(*source);
     }
 }

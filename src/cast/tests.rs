@@ -139,7 +139,7 @@ fn patterns(dtype: Dtype) -> Vec<u64> {
     let mut corners = vec![0, 1, 2, 3, mantissas - 1, mantissas - 2];
     for kept in [0, 1, 2, 3, 7, 10, 23].into_iter().filter(|&kept| kept < mantissa_bits) {
         let unit = 1 << (mantissa_bits - kept);
-        for steps in [0, 1, 2, 3, (1 << kept) - 2, (1 << kept) - 1] {
+        for steps in [0, 1, 2, 3, (1_u64 << kept).wrapping_sub(2), (1 << kept) - 1] {
             let middle = (steps % (1 << kept)) * unit + unit / 2;
             corners.extend([middle - 1, middle, middle + 1, middle - unit / 2, middle / 2, unit / 2 - 1]);
         }

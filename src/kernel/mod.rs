@@ -2,8 +2,10 @@
 //!
 //! Staging writes hundreds of megabytes that nobody reads soon. Ordinary stores first read each target
 //! line into the cache; non-temporal stores don't, which saves a third of the memory traffic. This is
-//! the only file outside the bindings with `unsafe`.
+//! the only folder outside the bindings with `unsafe`.
 #![expect(unsafe_code, reason = "vector intrinsics; each block has its proof")]
+
+pub mod cast;
 
 /// Copies below this length use the ordinary path: their bytes fit the cache.
 const STREAM_FROM_BYTES: usize = 64 * 1024;
