@@ -218,6 +218,7 @@ fn read_group(
                 verify(name, body, chunk, stored)?;
                 scatter(chunk, stored, slices);
             }
+            codec => return Err(Error::Internal { what: format!("the reader met codec {}", codec.number()) }),
         }
     }
     Ok(verified)
@@ -281,6 +282,7 @@ pub fn check_chunk(packs: &OpenPacks, body: &Body, chunk: &ReadChunk, buffer: &m
     object.read_at(chunk.reference.offset_bytes, buffer)?;
     match chunk.reference.codec {
         Codec::Store => verify(name, body, chunk, buffer),
+        codec => Err(Error::Internal { what: format!("the reader met codec {}", codec.number()) }),
     }
 }
 

@@ -299,7 +299,7 @@ impl<'a> BasePacks<'a> {
         let mut stored = vec![0; reference.stored_length_bytes as usize];
         let mut raw = vec![0; raw_length_bytes as usize];
         object.read_at(reference.offset_bytes, &mut stored).is_ok()
-            && codec::decode(reference.codec, &stored, &mut raw).is_ok()
+            && codec::decode(reference.codec, &stored, None, &mut raw, &mut codec::Scratch::default()).is_ok()
             && ChunkDigest::of(&raw) == digest
     }
 }

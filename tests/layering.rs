@@ -179,7 +179,7 @@ const RESERVED: [(&str, &[&str]); 5] = [
     ("std::fs", &["store/local/"]),
     ("SystemTime", &["repository/chance.rs"]),
     ("RandomState", &["repository/chance.rs", "store/local/files.rs"]),
-    ("unsafe", &["kernel.rs", "py/buffer.rs"]),
+    ("unsafe", &["kernel/", "py/buffer.rs"]),
 ];
 
 #[test]

@@ -20,6 +20,11 @@ impl Codec {
     pub fn number(self) -> u64 {
         match self {
             Self::Store => 0,
+            Self::Planes => 1,
+            Self::Delta => 2,
+            Self::Sparse => 3,
+            Self::Zstd => 4,
+            Self::Rounded => 5,
         }
     }
 
@@ -28,6 +33,11 @@ impl Codec {
     pub fn from_number(number: u64) -> Option<Self> {
         match number {
             0 => Some(Self::Store),
+            1 => Some(Self::Planes),
+            2 => Some(Self::Delta),
+            3 => Some(Self::Sparse),
+            4 => Some(Self::Zstd),
+            5 => Some(Self::Rounded),
             _ => None,
         }
     }

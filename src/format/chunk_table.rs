@@ -77,6 +77,7 @@ pub(super) fn check_chunks(place: Place<'_>, chunks: &[PackChunk], footer_offset
         }
         let is_legal_length = match codec {
             Codec::Store => stored_length_bytes == raw_length_bytes,
+            _ => stored_length_bytes < raw_length_bytes,
         };
         if !is_legal_length {
             let expected = format!("{raw_length_bytes} bytes");

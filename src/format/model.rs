@@ -156,6 +156,16 @@ pub struct ChunkRef {
 pub enum Codec {
     /// Stored bytes are the raw bytes.
     Store,
+    /// Byte planes of the elements, entropy-coded where that gains.
+    Planes,
+    /// Byte planes of the differences from a base chunk.
+    Delta,
+    /// The elements that differ from a base chunk: where, and by how much.
+    Sparse,
+    /// One frame of zstd.
+    Zstd,
+    /// Elements of another chunk, rounded: nothing is stored.
+    Rounded,
 }
 
 /// Rank-local state of one rank.

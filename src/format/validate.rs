@@ -309,6 +309,7 @@ impl EntryRules<'_> {
         };
         let is_legal_length = match chunk.codec {
             Codec::Store => chunk.stored_length_bytes == chunk_raw_bytes,
+            _ => chunk.stored_length_bytes < chunk_raw_bytes,
         };
         if !is_legal_length {
             let expected = format!("{chunk_raw_bytes} bytes");

@@ -1,9 +1,7 @@
-//! What is written for the processor: the copy that callers wait for, and wide vectors for others.
+//! The copy that callers wait for.
 //!
 //! Staging writes hundreds of megabytes that nobody reads soon. Ordinary stores first read each target
-//! line into the cache; non-temporal stores don't, which saves a third of the memory traffic. This is
-//! the only file outside the bindings with `unsafe`.
-#![expect(unsafe_code, reason = "vector intrinsics; each block has its proof")]
+//! line into the cache; non-temporal stores don't, which saves a third of the memory traffic.
 
 /// Copies below this length use the ordinary path: their bytes fit the cache.
 const STREAM_FROM_BYTES: usize = 64 * 1024;
@@ -21,26 +19,6 @@ pub fn copy(target: &mut [u8], source: &[u8]) {
         return;
     }
     target.copy_from_slice(source);
-}
-
-/// Runs a small computation compiled for the widest vectors of this machine.
-///
-/// Only what is inlined into it gains: mark the closure and what it calls `#[inline(always)]`.
-pub fn with_wide_vectors<T>(compute: impl FnOnce() -> T) -> T {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        // SAFETY: AVX2 was detected on this machine in the line above.
-        return unsafe { with_avx2(compute) };
-    }
-    compute()
-}
-
-/// # Safety
-/// The processor must have AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn with_avx2<T>(compute: impl FnOnce() -> T) -> T {
-    compute()
 }
 
 /// Copies with 32-byte non-temporal stores, four at a time.
