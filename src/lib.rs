@@ -28,7 +28,7 @@
 //! * `plan`, `catalog` and `retain` have no clock, randomness, environment or I/O.
 //! * No byte reaches a caller's buffer before the digest of its chunk was checked.
 //! * Nobody deletes what somebody holds; nobody waits for a deletion.
-//! * `unsafe` stands only in `kernel` and `py/buffer.rs`, each block with its proof.
+//! * `unsafe` stands only below `kernel` and in `py/buffer.rs`, each block with its proof.
 
 pub mod cast;
 pub mod catalog;

@@ -12,7 +12,7 @@ use super::compression::{check_expansion, compress, expand};
 use super::fields::Fields;
 use super::header::check_header;
 use super::limits::CHUNK_COUNT_LIMIT;
-use super::model::{Body, Codec, Header, Part};
+use super::model::{Body, ChunkRef, Codec, Header, Part};
 use super::names::parse_pack_name;
 use super::pack::{
     FOOTER_START_LENGTH_BYTES, PackHeader, SMALL_ALIGNMENT_BYTES, Trailer, encode_trailer, padding_to,
@@ -262,7 +262,9 @@ fn check_own_name(place: Place<'_>, rank: u32, header: &Header, pack_name: &str)
 fn check_own_chunks(place: Place<'_>, body: &Body, chunks: &[PackChunk]) -> Result<()> {
     for entry in &body.entries {
         let refs = entry.shards.iter().flat_map(|shard| &shard.chunks);
-        for chunk in refs.filter(|chunk| chunk.pack == 0) {
+        let stored = refs.filter(|chunk| chunk.codec != Codec::Rounded);
+        let stored = stored.flat_map(|chunk| [Some(*chunk), chunk.base.map(ChunkRef::from)]).flatten();
+        for chunk in stored.filter(|chunk| chunk.pack == 0) {
             let row = chunks.binary_search_by_key(&chunk.offset_bytes, |row| row.offset_bytes).ok();
             let is_same = row.and_then(|index| chunks.get(index)).is_some_and(|row| {
                 (row.stored_length_bytes, row.codec, row.digest)

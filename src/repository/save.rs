@@ -153,6 +153,12 @@ impl SaveSession {
         self.seq
     }
 
+    /// Bytes of the copies that it holds.
+    #[must_use]
+    pub fn staged_bytes(&self) -> usize {
+        self.staged.as_ref().map_or(0, |staged| staged.slices().into_iter().map(<[u8]>::len).sum())
+    }
+
     /// Writes and commits what was staged.
     ///
     /// # Errors

@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod coding;
 mod keeping;
 mod opening;
 mod ranks;
