@@ -69,6 +69,17 @@ const DTYPES: [(Dtype, &str, u64); 22] = [
 ];
 
 impl Dtype {
+    /// Every dtype.
+    pub fn all() -> impl Iterator<Item = Self> {
+        DTYPES.iter().map(|row| row.0)
+    }
+
+    /// True where an element has an imaginary part.
+    #[must_use]
+    pub fn is_complex(self) -> bool {
+        matches!(self, Self::Complex32 | Self::Complex64 | Self::Complex128)
+    }
+
     /// The PyTorch name, without `torch.`.
     #[must_use]
     pub fn name(self) -> &'static str {

@@ -6,9 +6,59 @@ from typing import Any, final
 
 from varvite.native_types import Header, Plan, Report, Verification
 
-__all__ = ["Engine", "MappedPack", "SaveJob", "SnapshotReader", "__version__"]
+__all__ = [
+    "Engine",
+    "MappedPack",
+    "SaveJob",
+    "SaveTensors",
+    "SnapshotReader",
+    "Walk",
+    "__version__",
+    "describe_dense",
+]
 
 __version__: str
+
+def describe_dense(value: Any) -> tuple[str, list[int], int] | None:
+    """Dtype, shape and address of the first element of a plain tensor, dense and row-major in CPU memory.
+
+    `None` for any other value. A copy-on-write clone stays one.
+    """
+
+@final
+class Walk:
+    """Takes nests apart and collects their tensors and arrays."""
+
+    def __new__(cls) -> Walk: ...
+    def flatten(self, value: Any, name: str) -> str:
+        """Takes a nest apart: returns its structure as JSON text and keeps its leaves.
+
+        Their names start with `name`, the empty one for the root.
+
+        Raises:
+            InvalidInputError: A value can't come back as it is. The message names its path.
+        """
+    def leaves(self) -> list[tuple[str, Any]]:
+        """The leaves so far, as (name, value), in the order of the walk."""
+
+@final
+class SaveTensors:
+    """The tensors of one save, in the order of its walks.
+
+    The tensors themselves are referenced until the save has taken their bytes.
+    """
+
+    def __new__(cls) -> SaveTensors: ...
+    def add(self, walk: Walk, rank: int | None = None) -> None:
+        """Describes the leaves that a walk has found and takes them from it.
+
+        Leaves of one call that are the same memory are tied, unless they belong to a rank.
+
+        Raises:
+            InvalidInputError: A tensor would not come back equal.
+        """
+    def rows(self) -> list[tuple[str, int | None, str, list[int], str | None]]:
+        """What was described: name, rank, dtype, shape, and the name it is tied to, of each."""
 
 @final
 class Engine:
@@ -39,35 +89,25 @@ class Engine:
     def save(
         self,
         step: int,
-        names: Sequence[str],
-        ranks: Sequence[int | None],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        values: Sequence[Any | None],
-        ties: Sequence[str | None],
+        tensors: SaveTensors,
         *,
         metrics: dict[str, float],
         metadata: str,
         structure: str,
         rank_structure: str | None,
     ) -> SaveJob:
-        """Copies all values, then writes and commits in the background."""
+        """Copies all tensors, then writes and commits in the background."""
     def save_sync(
         self,
         step: int,
-        names: Sequence[str],
-        ranks: Sequence[int | None],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        values: Sequence[Any | None],
-        ties: Sequence[str | None],
+        tensors: SaveTensors,
         *,
         metrics: dict[str, float],
         metadata: str,
         structure: str,
         rank_structure: str | None,
     ) -> Report:
-        """Writes and commits straight from the values while the caller waits; returns the report."""
+        """Writes and commits straight from the tensors while the caller waits; returns the report."""
     def candidates(self) -> list[int]:
         """Commit numbers, newest first."""
     def snapshots(self) -> tuple[list[Header], list[tuple[int, str]]]:

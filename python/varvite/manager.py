@@ -232,9 +232,9 @@ class CheckpointManager:
         payload = describe_save(step, state, metrics, metadata, objects, rng=rng, rank=self._settings.rank)
         job, report = None, None
         if in_background:
-            job = self._engine.save(*payload.lists, **payload.texts)
+            job = self._engine.save(payload.step, payload.tensors, **payload.texts)
         else:
-            report = self._engine.save_sync(*payload.lists, **payload.texts)
+            report = self._engine.save_sync(payload.step, payload.tensors, **payload.texts)
         timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
         handle = SaveHandle(payload.step, job, timings, info_reader(self._engine), report)
         self._background.started(handle)

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from varvite._native import Walk
 from varvite.errors import CorruptionError, InvalidInputError
 from varvite.modules import clean_names
 from varvite.optim import describe_optimizer
 from varvite.plain import loaded, type_name
-from varvite.state import Json, Leaf, flatten, from_text, state_dict_node, to_text
+from varvite.state import Json, from_text, shown_prefix, state_dict_node, to_text
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "SavedObject",
-    "Tree",
     "flatten_state",
     "kind_of",
     "module_state",
@@ -31,18 +31,6 @@ __all__ = [
 ]
 
 KINDS = ("module", "optimizer", "stateful", "nest")
-
-
-class Tree(NamedTuple):
-    """The state of a save, taken apart.
-
-    Attributes:
-        text: The structure as JSON text: what the manifest holds.
-        leaves: Its tensors and arrays.
-    """
-
-    text: str
-    leaves: list[Leaf]
 
 
 class SavedObject(NamedTuple):
@@ -87,22 +75,24 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
     return state_dict_node({names[key]: value for key, value in state.items()})
 
 
-def flatten_state(state: dict[Any, Any] | None, objects: Mapping[str, Any]) -> Tree:
+def flatten_state(walk: Walk, state: dict[Any, Any] | None, objects: Mapping[str, Any]) -> str:
     """Takes a state and the objects beside it apart.
 
     Args:
+        walk: Collects their tensors and arrays.
         state: The positional nest of a save.
         objects: The keyword arguments of a save.
 
     Returns:
-        One tree. Its text is `{"state": tree or null, "objects": [[keyword, kind, tree], ...]}`.
+        The structure as JSON text, what the manifest holds:
+        `{"state": tree or null, "objects": [[keyword, kind, tree], ...]}`.
 
     Raises:
         InvalidInputError: The nest is no dict, one of its keys is also a keyword, or a value can't be
             saved. The message names its path.
 
     Example:
-        >>> flatten_state({"epoch": 3}, {}).text
+        >>> flatten_state(Walk(), {"epoch": 3}, {})
         '{"state":{"dict":[["epoch",3]]},"objects":[]}'
     """
     if state is not None and not isinstance(state, dict):
@@ -113,19 +103,14 @@ def flatten_state(state: dict[Any, Any] | None, objects: Mapping[str, Any]) -> T
             reason = "it is both a key of the state and a keyword argument"
             raise InvalidInputError(f"invalid keyword `{keyword}`: {reason}", what=keyword, reason=reason)
     modules = modules_among(objects)
-    leaves: list[Leaf] = []
-    state_tree = None
-    if state is not None:
-        flat = flatten(state)
-        state_tree = flat.structure
-        leaves += flat.leaves
-    rows: list[Json] = []
+    state_text = "null" if state is None else walk.flatten(state, "")
+    rows = []
     for keyword, value in objects.items():
         kind = kind_of(value)
-        flat = flatten(_state_of(kind, value, modules, keyword), prefix=(keyword,))
-        rows.append([keyword, kind, flat.structure])
-        leaves += flat.leaves
-    return Tree(to_text({"state": state_tree, "objects": rows}), leaves)
+        name = shown_prefix((keyword,))
+        tree_text = walk.flatten(_state_of(kind, value, modules, keyword), name)
+        rows.append(f"[{to_text(keyword)},{to_text(kind)},{tree_text}]")
+    return f'{{"state":{state_text},"objects":[{",".join(rows)}]}}'
 
 
 def _state_of(kind: str, value: Any, modules: Mapping[str, torch.nn.Module], keyword: str) -> Any:

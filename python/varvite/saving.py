@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from varvite._native import SaveTensors, Walk
 from varvite.errors import InvalidInputError
 from varvite.objects import flatten_state
 from varvite.plain import type_name
-from varvite.state import Leaf, flatten, to_text
-from varvite.tensors import Described, describe, find_ties
+from varvite.state import flatten
 from varvite.training import rng as rng_state
 
 __all__ = ["Payload", "describe_save"]
@@ -18,24 +18,17 @@ _STEP_LIMIT = 1 << 63
 
 
 class Payload(NamedTuple):
-    """The arguments of `Engine.save`, and what keeps the memory behind them alive.
+    """The arguments of `Engine.save`.
 
     Attributes:
-        lists: Step, names, ranks, dtypes, shapes, values and ties.
+        step: The training step.
+        tensors: Tensors and arrays, described; they keep the memory alive.
         texts: Metrics, metadata and structures.
-        described: Descriptions of all tensors.
     """
 
-    lists: tuple[
-        int, list[str], list[int | None], list[str], list[tuple[int, ...]], list[Any], list[str | None]
-    ]
+    step: int
+    tensors: SaveTensors
     texts: dict[str, Any]
-    described: list[Described]
-
-    @property
-    def step(self) -> int:
-        """The training step."""
-        return self.lists[0]
 
 
 def describe_save(
@@ -65,33 +58,20 @@ def describe_save(
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < _STEP_LIMIT:
         reason = f"must be a whole number from 0 to 2^63 - 1, not {type_name(step)} {step!r}"
         raise InvalidInputError(f"invalid step: {reason}", what="step", reason=reason)
-    tree = flatten_state(state, objects)
-    leaves: list[tuple[Leaf, int | None]] = [(leaf, None) for leaf in tree.leaves]
-    rank_structure = None
-    if rng:
-        flat = flatten({"rng": rng_state.capture()})
-        rank_structure = to_text(flat.structure)
-        leaves += [(leaf, rank) for leaf in flat.leaves]
-    described = [describe(leaf.name, leaf.value) for leaf, _ in leaves]
-    shared_count = len(tree.leaves)
-    ties = find_ties(described[:shared_count])
-    tied = [ties.get(one.name) for one in described[:shared_count]] + [None] * (len(described) - shared_count)
-    lists = (
-        step.__index__(),
-        [one.name for one in described],
-        [owner for _, owner in leaves],
-        [one.dtype for one in described],
-        [one.shape for one in described],
-        [one.value if tie is None else None for one, tie in zip(described, tied, strict=True)],
-        tied,
-    )
+    tensors = SaveTensors()
+    walk = Walk()
+    structure = flatten_state(walk, state, objects)
+    own_walk = Walk()
+    rank_structure = own_walk.flatten({"rng": rng_state.capture()}, "") if rng else None
+    tensors.add(walk)
+    tensors.add(own_walk, rank)
     texts = {
         "metrics": _read_metrics(metrics),
         "metadata": _metadata_text(metadata),
-        "structure": tree.text,
+        "structure": structure,
         "rank_structure": rank_structure,
     }
-    return Payload(lists, texts, described)
+    return Payload(step.__index__(), tensors, texts)
 
 
 def _read_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -131,4 +111,4 @@ def _metadata_text(metadata: Mapping[str, Any] | None) -> str:
         raise InvalidInputError(
             f"invalid metadata `{flat.leaves[0].name}`: {reason}", what=flat.leaves[0].name, reason=reason
         )
-    return to_text(flat.structure)
+    return flat.text

@@ -26,6 +26,8 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from varvite import names
+from varvite._native import Walk
+from varvite.errors import InvalidInputError
 from varvite.names import PathPart
 from varvite.plain import (
     DEPTH_LIMIT,
@@ -52,9 +54,7 @@ from varvite.plain import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import numpy as np
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = [
     "DEPTH_LIMIT",
@@ -67,6 +67,7 @@ __all__ = [
     "flatten",
     "from_text",
     "register_enum",
+    "shown_prefix",
     "state_dict_node",
     "structure_leaves",
     "structure_names",
@@ -103,13 +104,11 @@ class Leaf(NamedTuple):
     """A tensor or array of a state.
 
     Attributes:
-        name: Its path as text; no other leaf of the state has it.
-        path: Its path: dict keys and list indices, a state dict's key being one part.
+        name: Its path as text (`varvite.names`); no other leaf of the state has it.
         value: The caller's own `torch.Tensor` or `numpy.ndarray`, not a copy.
     """
 
     name: str
-    path: tuple[PathPart, ...]
     value: Any
 
 
@@ -117,12 +116,17 @@ class Flat(NamedTuple):
     """A state taken apart.
 
     Attributes:
-        structure: Everything but the leaves, as typed JSON.
+        text: Everything but the leaves, as the text of typed JSON.
         leaves: The leaves, in the order of the walk.
     """
 
-    structure: Json
+    text: str
     leaves: list[Leaf]
+
+    @property
+    def structure(self) -> Json:
+        """The typed JSON itself."""
+        return from_text(self.text)
 
 
 class LeafReference(NamedTuple):
@@ -169,15 +173,28 @@ def flatten(state: Any, *, prefix: tuple[PathPart, ...] = ()) -> Flat:
         >>> flatten({"seen": {3, 1}}).structure
         {'dict': [['seen', {'set': [1, 3]}]]}
     """
-    walk = _Flattening()
+    walk = Walk()
+    text = walk.flatten(state, shown_prefix(prefix))
+    return Flat(text, [Leaf(*leaf) for leaf in walk.leaves()])
+
+
+def shown_prefix(prefix: Iterable[PathPart]) -> str:
+    """Returns the start of all names under a path.
+
+    Raises:
+        InvalidInputError: A part can't be saved as a key.
+
+    Example:
+        >>> shown_prefix(("model", "a.b"))
+        'model."a.b"'
+    """
     shown = ""
     for part in prefix:
         try:
             shown = names.join(shown, names.show_part(part))
         except UnsavableError as error:
             raise error.at(shown or names.ROOT_NAME, part) from None
-    structure = walk.encode(state, prefix, shown)
-    return Flat(structure, walk.leaves)
+    return shown
 
 
 def unflatten(structure: Json, leaf: Callable[[str], Any]) -> Any:
@@ -280,72 +297,78 @@ _DICT_TAGS: dict[type, str] = {
     StateDict: "state_dict",
 }
 _CONTAINERS = frozenset([*_DICT_TAGS, list, tuple, set, frozenset])
-_PLAIN = frozenset([type(None), bool, int, float, str, bytes, complex])
 
 
-class _Flattening:
-    """One walk over a state."""
+# The native walk asks these three for whatever it doesn't take by itself.
 
-    def __init__(self) -> None:
-        self.leaves: list[Leaf] = []
-        self._open: set[int] = set()
 
-    def encode(self, value: Any, path: tuple[PathPart, ...], name: str) -> Json:
-        kind = type(value)
-        if kind in _CONTAINERS:
-            return self._encode_container(kind, value, path, name)
-        if kind not in _PLAIN:
-            torch = loaded("torch")
-            if torch is not None and isinstance(value, torch.Tensor):
-                name = name or names.ROOT_NAME
-                self.leaves.append(Leaf(name, path, value))
-                return {"tensor": name}
-        try:
-            if kind not in _PLAIN and _is_array(value):
-                return self._encode_array(value, path, name or names.ROOT_NAME)
-            return encode_hashable(value)
-        except UnsavableError as error:
-            raise error.at(name or names.ROOT_NAME, value) from None
+def encode_other(value: Any, name: str, depth: int) -> tuple[str, bool]:
+    """Encodes a value that is no container of the walk, no tensor, and not its own JSON.
 
-    def _encode_container(self, kind: type, value: Any, path: tuple[PathPart, ...], name: str) -> Json:
-        shown, keys = self._open_container(kind, value, name)
-        if kind is set:
-            return {"set": keys}
-        if kind is frozenset:
-            return {"frozenset": keys}
-        start = f"{name}." if name else ""
-        if kind in _DICT_TAGS:
-            nodes: list[Json] = [
-                [node, self.encode(item, (*path, key), start + text)]
-                for (key, item), node, text in zip(value.items(), keys, shown, strict=True)
-            ]
-        else:
-            nodes = [self.encode(item, (*path, index), f"{start}{index}") for index, item in enumerate(value)]
-        self._open.discard(id(value))
-        if kind is list:
-            return nodes
-        return {"tuple" if kind is tuple else _DICT_TAGS[kind]: nodes}
+    Args:
+        value: A set, an array, a plain value of a rarer type, or what can't be saved.
+        name: Name of its place.
+        depth: Containers around it.
 
-    def _open_container(self, kind: type, value: Any, name: str) -> tuple[list[str], list[Json]]:
-        """Enters a container; returns the shown and the encoded keys of a dict, or the items of a set."""
-        depth = len(self._open)
-        try:
-            if id(value) in self._open:
-                _refuse("it contains itself")
+    Returns:
+        Its JSON text, and whether it is a leaf.
+
+    Raises:
+        InvalidInputError: It can't come back as it is.
+
+    Example:
+        >>> encode_other({3, 1}, "seen", 1)
+        ('{"set":[1,3]}', False)
+    """
+    kind = type(value)
+    try:
+        if kind is set or kind is frozenset:
             check_depth(depth)
-            if kind in (set, frozenset):
-                return [], encode_items(value, depth)
-            self._open.add(id(value))
-            if kind not in _DICT_TAGS:
-                return [], []
-            return _show_keys(kind, value), [encode_hashable(key) for key in value]
-        except UnsavableError as error:
-            raise error.at(name or names.ROOT_NAME, value) from None
+            return canonical_text({kind.__name__: encode_items(value, depth)}), False
+        if _is_array(value):
+            return canonical_text({"ndarray": {"name": name, "dtype": numpy_dtype_text(value.dtype)}}), True
+        return canonical_text(encode_hashable(value)), False
+    except UnsavableError as error:
+        raise error.at(name, value) from None
 
-    def _encode_array(self, value: np.ndarray[Any, Any], path: tuple[PathPart, ...], name: str) -> Json:
-        dtype = numpy_dtype_text(value.dtype)
-        self.leaves.append(Leaf(name, path, value))
-        return {"ndarray": {"name": name, "dtype": dtype}}
+
+def encode_keys(value: dict[Any, Any], name: str) -> tuple[list[str], list[str]]:
+    """Shows and encodes the keys of a dict, of whatever types they are.
+
+    Args:
+        value: A dict of one of the types that come back.
+        name: Name of its place.
+
+    Returns:
+        The keys as parts of names, and as JSON texts, in the order of the dict.
+
+    Raises:
+        InvalidInputError: A key can't come back as it is.
+
+    Example:
+        >>> encode_keys({"a.b": 1, 7: 2}, ".")
+        (['"a.b"', '7'], ['"a.b"', '7'])
+    """
+    try:
+        if type(value) is StateDict:
+            shown = names.state_dict_names(value, lambda item: type(item) in _CONTAINERS)
+        else:
+            shown = names.show_keys(value)
+        return shown, [canonical_text(encode_hashable(key)) for key in value]
+    except UnsavableError as error:
+        raise error.at(name, value) from None
+
+
+def container_error(value: Any, name: str, contains_itself: bool) -> InvalidInputError:  # noqa: FBT001
+    """Returns the error for a container inside of itself, or below more containers than may be.
+
+    Example:
+        >>> container_error([], "x", True).reason
+        'it contains itself'
+    """
+    if contains_itself:
+        return UnsavableError("it contains itself").at(name, value)
+    return UnsavableError(f"it lies deeper than {DEPTH_LIMIT} containers").at(name, value)
 
 
 def _is_array(value: Any) -> bool:
@@ -360,16 +383,6 @@ def _is_array(value: Any) -> bool:
     if type(value) not in (numpy.ndarray, numpy.memmap):
         raise UnsavableError("subclasses of `numpy.ndarray` are not supported", "save `numpy.asarray` of it")
     return True
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise UnsavableError(reason)
-
-
-def _show_keys(kind: type, value: dict[Any, Any]) -> list[str]:
-    if kind is StateDict:
-        return names.state_dict_names(value, lambda item: type(item) in _CONTAINERS)
-    return names.show_keys(value)
 
 
 class _Unflattening:

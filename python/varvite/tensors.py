@@ -16,6 +16,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from varvite._native import describe_dense
 from varvite.errors import InvalidInputError, MismatchError, UnsupportedFormatError
 from varvite.plain import UnsavableError, loaded, numpy_dtype_text
 
@@ -77,7 +78,9 @@ class Described(NamedTuple):
         shape: Length of each dimension, in elements.
         value: A dense, row-major, detached `torch.Tensor` in CPU memory, or such an array. It may share
             memory with the caller's: read it before the caller goes on.
-        identity: Equal for two tensors that are tied; `None` for one that can't be.
+        identity: With dtype and shape, equal for two tensors that are tied; `None` for one that can't be.
+            The address of the first element, and how the others are reached from there: an empty text
+            for a dense tensor of the CPU.
         source: The caller's tensor. While it is held, no other tensor can get its memory and by that
             its identity.
     """
@@ -86,7 +89,7 @@ class Described(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     value: torch.Tensor | np.ndarray[Any, Any]
-    identity: Hashable | None
+    identity: tuple[int, str] | None
     source: Any
 
 
@@ -125,19 +128,21 @@ def describe(name: str, value: Any) -> Described:
         >>> described.dtype, described.shape, described.value.tolist()
         ('int16', (2,), [1, 4])
     """
+    return _describe_dense(name, value) or describe_other(name, value)
+
+
+def describe_other(name: str, value: Any) -> Described:
+    """Describes a tensor or array that has to be copied or looked at more closely, or refuses it.
+
+    The native walk of a save asks it for whatever is no plain, dense tensor in CPU memory.
+
+    Raises:
+        InvalidInputError: As `describe`.
+    """
     torch = loaded("torch")
-    if torch is not None:
-        kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            described = _describe_dense(name, value, torch.strided)
-            if described is not None:
-                return described
-        if isinstance(value, torch.Tensor):
-            try:
-                return _describe_any(name, value)
-            except UnsavableError as error:
-                raise error.at(name, value) from None
     try:
+        if torch is not None and isinstance(value, torch.Tensor):
+            return _describe_any(name, value)
         return _describe_array(name, value)
     except UnsavableError as error:
         raise error.at(name, value) from None
@@ -162,7 +167,7 @@ def find_ties(described: Iterable[Described]) -> dict[str, str]:
     ties = {}
     for one in described:
         if one.identity is not None:
-            first = first_names.setdefault(one.identity, one.name)
+            first = first_names.setdefault((one.identity, one.dtype, one.shape), one.name)
             if first is not one.name:
                 ties[one.name] = first
     return ties
@@ -247,10 +252,7 @@ def is_direct(tensor: torch.Tensor) -> bool:
         >>> is_direct(torch.zeros(2, 2)), is_direct(torch.zeros(2, 2).t())
         (True, False)
     """
-    import torch
-
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and _describe_dense("", tensor, torch.strided) is not None
+    return describe_dense(tensor) is not None
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -290,33 +292,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def _describe_dense(name: str, value: torch.Tensor, strided: torch.layout) -> Described | None:
+def _describe_dense(name: str, value: Any) -> Described | None:
     """Describes a tensor whose memory is its bytes; `None` for any other. The path of most tensors."""
-    try:
-        if (
-            value.layout is not strided
-            or not value.is_cpu
-            or value.is_nested
-            or not value.is_contiguous()
-            or value.is_conj()
-            or value.is_neg()
-        ):
-            return None
-        address = _address_reader()(value)
-    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
+    found = describe_dense(value)
+    if found is None:
         return None
-    dtype = value.dtype
-    dtype_name = _dtype_names.get(dtype) or _dtype_name(dtype)
-    shape = tuple(value.shape)
-    if not dtype_name:
-        return None
-    identity: Hashable | None = (address, dtype_name, shape, value.stride(), "cpu", 0)
-    if address == 0 or 0 in shape:
-        if 0 not in shape:
-            return None
-        identity = None
+    dtype, shape, address = found
+    identity = None if 0 in shape else (address, "")
     dense = value.detach() if value.requires_grad else value
-    return Described(name, dtype_name, shape, dense, identity, value)
+    return Described(name, dtype, tuple(shape), dense, identity, value)
 
 
 def _describe_any(name: str, value: torch.Tensor) -> Described:
@@ -340,7 +324,7 @@ def _describe_any(name: str, value: torch.Tensor) -> Described:
             dense = _dense_complex_half(dense)
         else:
             dense = dense.resolve_conj().resolve_neg().contiguous().to("cpu")
-    described = _describe_dense(name, dense, torch.strided)
+    described = _describe_dense(name, dense)
     if described is None:
         raise UnsavableError("it can't be copied to CPU memory", "save `.cpu()` of it")
     return described._replace(identity=_identity(value), source=value)
@@ -358,15 +342,16 @@ def _dense_complex_half(value: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(halves)
 
 
-def _identity(value: torch.Tensor) -> Hashable | None:
-    """Returns what is equal for two tensors exactly when they are the same elements of memory."""
+def _identity(value: torch.Tensor) -> tuple[int, str] | None:
+    """Returns what is, with dtype and shape, equal exactly for the same elements of memory."""
     address = _address(value)
-    shape = tuple(value.shape)
-    if address == 0 or 0 in shape:
+    if address == 0 or 0 in value.shape:
         return None
     # A conjugate or negated view has the memory of its base but other values.
     flips = (1 if value.is_conj() else 0) + (2 if value.is_neg() else 0)
-    return address, _dtype_name(value.dtype), shape, value.stride(), str(value.device), flips
+    if value.is_cpu and value.is_contiguous() and not flips:
+        return address, ""
+    return address, f"{value.stride()} {value.device} {flips}"
 
 
 def _address(value: torch.Tensor) -> int:
@@ -471,5 +456,5 @@ def _describe_array(name: str, value: Any) -> Described:
         dense = dense.astype(value.dtype.newbyteorder("="))
     if not dense.flags.c_contiguous:
         dense = dense.copy(order="C")  # `ascontiguousarray` would give a 0-d array a dimension
-    identity = ("numpy", id(value)) if math.prod(value.shape) else None
+    identity = (id(value), "numpy") if math.prod(value.shape) else None
     return Described(name, dense.dtype.name, value.shape, dense, identity, value)

@@ -10,20 +10,78 @@ use std::ffi::c_int;
 use std::path::Path;
 
 use memmap2::{MmapAsRawDesc, MmapMut, MmapOptions};
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::{PyBufferError, PyRuntimeError};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::{PyString, PyTuple};
 
 use crate::error::{Error, Result};
+use crate::tensor::{Dtype, raw_length_bytes};
 
 use super::error::raise;
+use super::torch::Torch;
 
 /// Memory of one Python object, alive as long as this value.
 pub(crate) struct Memory {
     address: usize,
     length_bytes: usize,
     _owner: Py<PyAny>,
+}
+
+/// A tensor whose memory is its bytes.
+pub(crate) struct DenseTensor {
+    /// Element type.
+    pub(crate) dtype: Dtype,
+    /// Length of each dimension, in elements.
+    pub(crate) shape: Vec<u64>,
+    /// Its bytes.
+    pub(crate) memory: Memory,
+}
+
+impl DenseTensor {
+    /// Asks a tensor what it is; `None` for one that lies anywhere but row-major in CPU memory as it is.
+    ///
+    /// A copy-on-write clone stays one, unless it is to be written to.
+    pub(crate) fn of(torch: &Torch, tensor: &Bound<'_, PyAny>, writable: bool) -> PyResult<Option<Self>> {
+        match ask(torch, tensor, writable) {
+            // The answer of a tensor without memory of its own, such as one inside of a transform.
+            Err(error) if error.is_instance_of::<PyRuntimeError>(tensor.py()) => Ok(None),
+            other => other,
+        }
+    }
+}
+
+fn ask(torch: &Torch, tensor: &Bound<'_, PyAny>, writable: bool) -> PyResult<Option<DenseTensor>> {
+    let py = tensor.py();
+    let is = |attribute: &Bound<'_, PyString>| tensor.getattr(attribute)?.is_truthy();
+    let says = |method: &Bound<'_, PyString>| tensor.call_method0(method)?.is_truthy();
+    if !torch.is_strided(&tensor.getattr(intern!(py, "layout"))?)
+        || !is(intern!(py, "is_cpu"))?
+        || is(intern!(py, "is_nested"))?
+        || !says(intern!(py, "is_contiguous"))?
+        || says(intern!(py, "is_neg"))?
+    {
+        return Ok(None);
+    }
+    let Some(dtype) = torch.dtype(&tensor.getattr(intern!(py, "dtype"))?) else { return Ok(None) };
+    // Torch lets only complex tensors have the bit of a conjugate.
+    if dtype.is_complex() && says(intern!(py, "is_conj"))? {
+        return Ok(None);
+    }
+    let size = tensor.getattr(intern!(py, "shape"))?.cast_into::<PyTuple>()?;
+    let shape = size.iter().map(|length| length.extract()).collect::<PyResult<Vec<u64>>>()?;
+    let Some(length_bytes) = raw_length_bytes(&shape, dtype) else { return Ok(None) };
+    let address = if writable {
+        tensor.call_method0(intern!(py, "data_ptr"))?.extract()?
+    } else {
+        torch.address(tensor, dtype)?
+    };
+    if length_bytes > 0 && address == 0 {
+        return Ok(None);
+    }
+    let memory = Memory { address, length_bytes: length_bytes as usize, _owner: tensor.clone().unbind() };
+    Ok(Some(DenseTensor { dtype, shape, memory }))
 }
 
 impl Memory {
@@ -37,22 +95,28 @@ impl Memory {
         writable: bool,
     ) -> PyResult<Self> {
         let py = value.py();
-        let (address, length_bytes) = if value.hasattr(intern!(py, "data_ptr"))? {
-            tensor_memory(value, name)?
-        } else {
-            array_memory(value, name, writable)?
+        let memory = match Torch::loaded(py)? {
+            Some(torch) if torch.is_tensor(value)? => {
+                DenseTensor::of(torch, value, writable)?
+                    .ok_or_else(|| refuse(py, name, "the tensor is not dense, row-major memory of the CPU"))?
+                    .memory
+            }
+            _ => array_memory(value, name, writable)?,
         };
-        if length_bytes as u64 != expected_bytes {
+        if memory.length_bytes as u64 != expected_bytes {
+            let found = memory.length_bytes;
             return Err(refuse(
                 py,
                 name,
-                &format!("it has {length_bytes} bytes, but its dtype and shape need {expected_bytes}"),
+                &format!("it has {found} bytes, but its dtype and shape need {expected_bytes}"),
             ));
         }
-        if length_bytes > 0 && address == 0 {
-            return Err(refuse(py, name, "it has no memory (a meta or fake tensor?)"));
-        }
-        Ok(Self { address, length_bytes, _owner: value.clone().unbind() })
+        Ok(memory)
+    }
+
+    /// Where the bytes start; any number where there are none.
+    pub(crate) fn address(&self) -> usize {
+        self.address
     }
 
     /// The bytes, for reading.
@@ -60,9 +124,10 @@ impl Memory {
         if self.length_bytes == 0 {
             return &[];
         }
-        // SAFETY: the object said in `of` that `length_bytes` bytes lie at `address`, and it is kept
-        // alive by `_owner` for as long as `self` is borrowed. Nobody frees or resizes it meanwhile
-        // (the caller's duty, see the module's text). Any bit pattern is a valid `u8`.
+        // SAFETY: the object said, in `ask` or in `array_memory`, that `length_bytes` bytes lie at
+        // `address`, and it is kept alive by `_owner` for as long as `self` is borrowed. Nobody frees
+        // or resizes it meanwhile (the caller's duty, see the module's text). Any bit pattern is a
+        // valid `u8`.
         unsafe { std::slice::from_raw_parts(self.address as *const u8, self.length_bytes) }
     }
 }
@@ -108,29 +173,7 @@ impl Targets {
     }
 }
 
-fn tensor_memory(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<(usize, usize)> {
-    let py = tensor.py();
-    let flag = |method: &Bound<'_, pyo3::types::PyString>| -> PyResult<bool> {
-        tensor.call_method0(method)?.extract()
-    };
-    if !flag(intern!(py, "is_contiguous"))? {
-        return Err(refuse(py, name, "it is not contiguous"));
-    }
-    if flag(intern!(py, "is_conj"))? || flag(intern!(py, "is_neg"))? {
-        return Err(refuse(py, name, "it is a conjugate or negative view"));
-    }
-    if !tensor.getattr(intern!(py, "is_cpu"))?.extract::<bool>()? {
-        return Err(refuse(py, name, "it is not on the CPU"));
-    }
-    let count: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
-    let size: usize = tensor.call_method0(intern!(py, "element_size"))?.extract()?;
-    let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-    let length =
-        count.checked_mul(size).ok_or_else(|| refuse(py, name, "it is longer than the address space"))?;
-    Ok((address, length))
-}
-
-fn array_memory(array: &Bound<'_, PyAny>, name: &str, writable: bool) -> PyResult<(usize, usize)> {
+fn array_memory(array: &Bound<'_, PyAny>, name: &str, writable: bool) -> PyResult<Memory> {
     let py = array.py();
     let interface = array
         .getattr(intern!(py, "__array_interface__"))
@@ -143,7 +186,11 @@ fn array_memory(array: &Bound<'_, PyAny>, name: &str, writable: bool) -> PyResul
     if writable && read_only {
         return Err(refuse(py, name, "it is read-only"));
     }
-    Ok((address, array.getattr(intern!(py, "nbytes"))?.extract()?))
+    let length_bytes = array.getattr(intern!(py, "nbytes"))?.extract()?;
+    if length_bytes > 0 && address == 0 {
+        return Err(refuse(py, name, "it has no memory"));
+    }
+    Ok(Memory { address, length_bytes, _owner: array.clone().unbind() })
 }
 
 fn refuse(py: Python<'_>, name: &str, reason: &str) -> PyErr {

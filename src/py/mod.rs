@@ -9,14 +9,22 @@ mod buffer;
 mod convert;
 mod engine;
 mod error;
+mod job;
+mod reader;
+mod tensors;
+mod torch;
 mod wait;
+mod walk;
 
 #[pymodule(gil_used = false)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<engine::Engine>()?;
-    module.add_class::<engine::SaveJob>()?;
-    module.add_class::<engine::SnapshotReader>()?;
+    module.add_class::<job::SaveJob>()?;
+    module.add_class::<reader::SnapshotReader>()?;
+    module.add_class::<tensors::SaveTensors>()?;
+    module.add_class::<walk::Walk>()?;
+    module.add_function(wrap_pyfunction!(tensors::describe_dense, module)?)?;
     module.add_class::<buffer::MappedPack>()?;
     Ok(())
 }

@@ -1,0 +1,206 @@
+//! The tensors of a save as the engine takes them: described once, tied by memory, kept alive.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::error::Error;
+use crate::tensor::{Dtype, Region, raw_length_bytes};
+use crate::write::EntryInput;
+
+use super::buffer::{DenseTensor, Memory};
+use super::error::raise;
+use super::torch::Torch;
+use super::walk::{Leaf, Walk};
+
+/// What the engine takes of a save: its entries, and the memory that their sources index.
+#[derive(Default)]
+pub(crate) struct Described {
+    pub(crate) entries: Vec<EntryInput>,
+    pub(crate) memories: Vec<Memory>,
+    /// The caller's tensors whose bytes were copied. While they live, nothing else gets their memory.
+    pub(crate) sources: Vec<Py<PyAny>>,
+}
+
+/// The tensors of one save, in the order of its walks.
+///
+/// The tensors themselves are referenced until the save has taken their bytes.
+#[pyclass(frozen, module = "varvite._native")]
+pub(crate) struct SaveTensors {
+    described: Mutex<Option<Described>>,
+}
+
+/// (name, rank, dtype, shape, name it is tied to)
+type Row = (String, Option<u32>, &'static str, Vec<u64>, Option<String>);
+
+#[pymethods]
+impl SaveTensors {
+    #[new]
+    fn new() -> Self {
+        Self { described: Mutex::new(Some(Described::default())) }
+    }
+
+    /// Describes the leaves that a walk has found and takes them from it.
+    ///
+    /// Leaves of one call that are the same memory are tied, unless they belong to a rank.
+    #[pyo3(signature = (walk, rank=None))]
+    fn add(&self, py: Python<'_>, walk: &Bound<'_, Walk>, rank: Option<u32>) -> PyResult<()> {
+        let leaves = walk.get().take();
+        // Python code runs in here, so nothing is locked.
+        let rows = describe(py, leaves)?;
+        self.with(py, |described| described.extend(rows, rank))
+    }
+
+    /// What was described: name, rank, dtype, shape, and the name it is tied to, of each.
+    fn rows(&self, py: Python<'_>) -> PyResult<Vec<Row>> {
+        self.with(py, |described| {
+            let row = |entry: &EntryInput| {
+                let tied_to = entry.tied_to.clone();
+                (entry.name.clone(), entry.rank, entry.dtype.name(), entry.shape.clone(), tied_to)
+            };
+            described.entries.iter().map(row).collect()
+        })
+    }
+}
+
+impl SaveTensors {
+    /// Hands everything to the save, which is the only one.
+    pub(crate) fn take(&self, py: Python<'_>) -> PyResult<Described> {
+        let taken = self.described.lock().unwrap_or_else(PoisonError::into_inner).take();
+        taken.ok_or_else(|| spent(py))
+    }
+
+    fn with<T>(&self, py: Python<'_>, act: impl FnOnce(&mut Described) -> T) -> PyResult<T> {
+        let mut described = self.described.lock().unwrap_or_else(PoisonError::into_inner);
+        described.as_mut().map(act).ok_or_else(|| spent(py))
+    }
+}
+
+fn spent(py: Python<'_>) -> PyErr {
+    raise(py, &Error::Internal { what: "the tensors of a save were taken by another".to_owned() })
+}
+
+/// One leaf before it is known what it is tied to.
+struct Found {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    memory: Memory,
+    identity: Option<Identity>,
+    /// The caller's own, where the memory is that of a copy.
+    source: Option<Py<PyAny>>,
+}
+
+/// With dtype and shape: equal for two leaves that are the same elements of memory in the same order.
+#[derive(PartialEq, Eq)]
+struct Identity {
+    address: usize,
+    /// How the elements are reached from there; empty for a dense tensor of the CPU.
+    way: String,
+}
+
+/// (name, dtype, shape, value, identity, source): what `varvite.tensors.Described` is.
+type Other<'py> = (String, String, Vec<u64>, Bound<'py, PyAny>, Option<(usize, String)>, Bound<'py, PyAny>);
+
+fn describe(py: Python<'_>, leaves: Vec<Leaf>) -> PyResult<Vec<Found>> {
+    let torch = Torch::loaded(py)?;
+    let mut found = Vec::with_capacity(leaves.len());
+    for Leaf { name, value } in leaves {
+        let value = value.into_bound(py);
+        found.push(match dense(torch, &value)? {
+            Some(tensor) => Found::dense(name, tensor),
+            None => Found::other(&name, &value)?,
+        });
+    }
+    Ok(found)
+}
+
+fn dense(torch: Option<&Torch>, value: &Bound<'_, PyAny>) -> PyResult<Option<DenseTensor>> {
+    match torch {
+        Some(torch) if torch.is_plain(value) => DenseTensor::of(torch, value, false),
+        _ => Ok(None),
+    }
+}
+
+/// Tells of a tensor that is a plain one, dense and row-major in CPU memory, its dtype, its shape and the
+/// address of its first element; `None` for any other value.
+#[pyfunction]
+pub(crate) fn describe_dense(value: &Bound<'_, PyAny>) -> PyResult<Option<(&'static str, Vec<u64>, usize)>> {
+    let found = dense(Torch::loaded(value.py())?, value)?;
+    Ok(found.map(|tensor| (tensor.dtype.name(), tensor.shape, tensor.memory.address())))
+}
+
+impl Found {
+    fn dense(name: String, tensor: DenseTensor) -> Self {
+        let DenseTensor { dtype, shape, memory } = tensor;
+        let identity =
+            (!shape.contains(&0)).then(|| Identity { address: memory.address(), way: String::new() });
+        Self { name, dtype, shape, memory, identity, source: None }
+    }
+
+    /// Has Python copy or refuse what is no dense tensor.
+    fn other(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = value.py();
+        let describe = py.import(intern!(py, "varvite.tensors"))?.getattr(intern!(py, "describe_other"))?;
+        let (name, dtype, shape, copy, identity, source): Other<'_> =
+            describe.call1((name, value))?.extract()?;
+        let dtype = Dtype::parse(&dtype).map_err(|error| raise(py, &error))?;
+        let expected = raw_length_bytes(&shape, dtype).ok_or_else(|| {
+            raise(py, &Error::invalid(format!("tensor `{name}`"), "is larger than 2^63 bytes"))
+        })?;
+        let memory = Memory::of(&copy, &name, expected, false)?;
+        let identity = identity.map(|(address, way)| Identity { address, way });
+        Ok(Self { name, dtype, shape, memory, identity, source: Some(source.unbind()) })
+    }
+
+    fn is_tied_to(&self, first: &Self) -> bool {
+        self.identity == first.identity && self.dtype == first.dtype && self.shape == first.shape
+    }
+}
+
+/// For each leaf the first one that it is the same memory as, if that is another.
+fn first_of_ties(found: &[Found]) -> Vec<Option<usize>> {
+    let mut order: Vec<(usize, usize)> = found
+        .iter()
+        .enumerate()
+        .filter_map(|(index, one)| Some((one.identity.as_ref()?.address, index)))
+        .collect();
+    order.sort_unstable();
+    let mut ties = vec![None; found.len()];
+    for same_address in order.chunk_by(|left, right| left.0 == right.0) {
+        let mut firsts: Vec<usize> = Vec::new();
+        for &(_, index) in same_address {
+            match firsts.iter().find(|&&first| found[index].is_tied_to(&found[first])) {
+                Some(&first) => ties[index] = Some(first),
+                None => firsts.push(index),
+            }
+        }
+    }
+    ties
+}
+
+impl Described {
+    fn extend(&mut self, found: Vec<Found>, rank: Option<u32>) {
+        let ties = if rank.is_none() { first_of_ties(&found) } else { vec![None; found.len()] };
+        let tied_to: Vec<Option<String>> =
+            ties.into_iter().map(|first| first.map(|first| found[first].name.clone())).collect();
+        for (one, tied_to) in found.into_iter().zip(tied_to) {
+            self.sources.extend(one.source);
+            let source = tied_to.is_none().then(|| {
+                self.memories.push(one.memory);
+                self.memories.len() - 1
+            });
+            self.entries.push(EntryInput {
+                name: one.name,
+                rank,
+                dtype: one.dtype,
+                stored_dtype: one.dtype,
+                region: Region::whole(&one.shape),
+                shape: one.shape,
+                tied_to,
+                source,
+            });
+        }
+    }
+}
