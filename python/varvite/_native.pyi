@@ -57,6 +57,17 @@ class SaveTensors:
         Raises:
             InvalidInputError: A tensor would not come back equal.
         """
+    def names(self) -> list[str]:
+        """Names of what was described, in order."""
+    def store_as(self, wishes: list[str | None]) -> None:
+        """Has tensors stored in other dtypes: one wish for each, in the order of `names`.
+
+        Only floats that are narrowed by it, of at least one dimension, are cast; a wish for any other tensor
+        changes nothing.
+
+        Raises:
+            InvalidInputError: There is no such dtype.
+        """
     def rows(self) -> list[tuple[str, int | None, str, list[int], str | None]]:
         """What was described: name, rank, dtype, shape, and the name it is tied to, of each."""
 
@@ -75,6 +86,8 @@ class Engine:
         rules: str,
         rank: int,
         world_size: int,
+        compression: str,
+        delta: bool,
     ) -> Engine: ...
     @property
     def root(self) -> str:
@@ -161,11 +174,27 @@ class SnapshotReader:
 
     def header(self) -> Header:
         """Header of the snapshot."""
-    def entries(self) -> list[tuple[str, int | None, str, str, list[int], str | None, int | None, int, int]]:
+    def entries(
+        self,
+    ) -> list[
+        tuple[
+            str,
+            int | None,
+            str,
+            str,
+            list[int],
+            str | None,
+            int | None,
+            float | None,
+            float | None,
+            int,
+            int,
+        ]
+    ]:
         """Rows of all entries, in the order that `read` counts them by.
 
-        Each is (name, rank, dtype, stored dtype, shape, tied to, non-finite elements, raw bytes, stored
-        bytes).
+        Each is (name, rank, dtype, stored dtype, shape, tied to, non-finite elements, largest magnitude,
+        Euclidean norm, raw bytes, stored bytes).
         """
     def chunk_digests(self, index: int) -> list[tuple[str, int]]:
         """Digests of an entry's chunks in order, as 32 hex digits each, with their raw lengths in bytes."""

@@ -72,9 +72,13 @@ class CheckpointManager:
     Args:
         path: Folder, or `file://` url. It is made, with a repository in it, if it is absent or empty.
         keep: What to keep (`varvite.keep`); `None` keeps everything. Applied after each commit.
-        save_dtype: A narrower dtype to store floats in; not built yet.
-        compression: `auto` or `none`; today chunks are stored as they are.
-        delta: Whether a chunk may be stored as a difference; today unchanged chunks are not stored again.
+        save_dtype: A narrower dtype to store floats in (`fp64`, `fp32`, `fp16`, `bf16`, `fp8_e4m3`,
+            `fp8_e5m2`), or a dict of such by name or glob, of which the first that matches decides
+            (`{"optimizer.*": "bf16"}`). Values are rounded to nearest even; a load gives them back in
+            their own dtype. Integers and tensors without a dimension are never cast.
+        compression: How chunks are coded, always without loss: `none`, `fast`, `max`, or `auto`, which
+            codes as `fast` where coding is clearly faster than the store, and else stores as it is.
+        delta: Whether a coded chunk may be stored as its difference to an older one.
         staging: `copy`: `save` returns after a copy at memory speed.
         async_save: Whether `save` returns before the snapshot is durable.
         merge: When old packs are rewritten; not built yet.
@@ -155,6 +159,8 @@ class CheckpointManager:
             rules=settings.rules,
             rank=settings.rank,
             world_size=settings.world_size,
+            compression=settings.compression,
+            delta=settings.delta,
         )
 
     # ---- save ----------------------------------------------------------------------------------
@@ -229,7 +235,10 @@ class CheckpointManager:
         self._must_be_open("save")
         queue_seconds = self._background.wait()
         self._background.raise_failure()
-        payload = describe_save(step, state, metrics, metadata, objects, rng=rng, rank=self._settings.rank)
+        settings = self._settings
+        payload = describe_save(
+            step, state, metrics, metadata, objects, rng=rng, rank=settings.rank, casts=settings.casts
+        )
         job, report = None, None
         if in_background:
             job = self._engine.save(payload.step, payload.tensors, **payload.texts)
@@ -474,6 +483,8 @@ class CheckpointManager:
                 raw_bytes=row.raw_bytes,
                 stored_bytes=row.stored_bytes,
                 nonfinite=row.nonfinite or 0,
+                abs_max=row.abs_max,
+                l2_norm=row.l2_norm,
                 rank=row.rank,
             )
             for row in self._view(ref).rows

@@ -31,7 +31,9 @@ class EntryRow:
         stored_dtype: Element type of what lies in the pack.
         shape: Global shape, in elements.
         tied_to: Name of the entry whose memory it shared.
-        nonfinite: Number of NaN and infinite elements, where counted.
+        nonfinite: Number of NaN and infinite elements, where there are some.
+        abs_max: Largest magnitude of the finite elements; `None` for what is no float.
+        l2_norm: Euclidean norm of the finite elements; `None` for what is no float.
         raw_bytes: Length of its raw bytes.
         stored_bytes: Length of what lies in packs for it.
     """
@@ -44,6 +46,8 @@ class EntryRow:
     shape: list[int]
     tied_to: str | None
     nonfinite: int | None
+    abs_max: float | None
+    l2_norm: float | None
     raw_bytes: int
     stored_bytes: int
 

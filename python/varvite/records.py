@@ -414,8 +414,8 @@ class EntryInfo:
         raw_bytes: Bytes before coding; 0 for a tensor that is tied to one before it.
         stored_bytes: Bytes of its chunks, wherever they lie.
         nonfinite: Number of NaN and infinite elements, `None` where not counted.
-        abs_max: Largest absolute value, `None` where not known.
-        l2_norm: Euclidean norm, `None` where not known.
+        abs_max: Largest magnitude of the finite elements, `None` for what is no float.
+        l2_norm: Euclidean norm of the finite elements, `None` for what is no float.
         rank: The rank whose own state it is, such as that of its random number generators; `None` for what
             all share. Names differ among the entries of one rank.
     """

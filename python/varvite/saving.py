@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from varvite._native import SaveTensors, Walk
+from varvite.casting import CastRules
 from varvite.errors import InvalidInputError
 from varvite.objects import flatten_state
 from varvite.plain import type_name
@@ -40,6 +41,7 @@ def describe_save(
     *,
     rng: bool,
     rank: int,
+    casts: CastRules | None = None,
 ) -> Payload:
     """Describes everything that a save writes; copies plain values, not tensors.
 
@@ -51,6 +53,7 @@ def describe_save(
         objects: Objects by keyword.
         rng: Whether the random number generators belong to it.
         rank: Rank of this process, which they are local to.
+        casts: Which tensors are stored in a narrower dtype.
 
     Raises:
         InvalidInputError: Something can't be saved; names the argument or the path.
@@ -64,6 +67,8 @@ def describe_save(
     own_walk = Walk()
     rank_structure = own_walk.flatten({"rng": rng_state.capture()}, "") if rng else None
     tensors.add(walk)
+    if casts is not None:
+        tensors.store_as(casts.wishes(tensors.names()))
     tensors.add(own_walk, rank)
     texts = {
         "metrics": _read_metrics(metrics),

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from varvite.casting import SAVE_DTYPES, CastRules
 from varvite.errors import InvalidInputError, NotBuiltYetError
 from varvite.keep import Keep
 
 __all__ = ["MergePolicy", "Settings", "read_settings"]
 
-_SAVE_DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 _LEGAL_PATHS = "a folder, or a url file://, s3://, gs:// or az://"
 _REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure")
 
@@ -55,6 +55,9 @@ class Settings:
         async_save: Whether `save` returns before the snapshot is durable.
         threads: Threads that copy, digest and read.
         chunk_bytes: Raw bytes of a chunk.
+        casts: Which tensors are stored in a narrower dtype.
+        compression: `none`, `fast`, `max` or `auto`.
+        delta: Whether a chunk may be stored as a difference.
         fsync: Whether durability is asked of the medium.
         access: `write`, `tag` or `read`.
         on_error: `raise` or `warn`: what becomes of a failed background save.
@@ -68,6 +71,9 @@ class Settings:
     async_save: bool
     threads: int
     chunk_bytes: int
+    casts: CastRules | None
+    compression: str
+    delta: bool
     fsync: bool
     access: str
     on_error: str
@@ -99,6 +105,9 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
         async_save=bool(arguments["async_save"]),
         threads=_threads(arguments["threads"]),
         chunk_bytes=_chunk_bytes(arguments["chunk_bytes"]),
+        casts=None if arguments["save_dtype"] is None else CastRules(arguments["save_dtype"]),
+        compression=arguments["compression"],
+        delta=arguments["delta"],
         fsync=bool(arguments["fsync"]) and os.environ.get("VARVITE_FSYNC", "1") != "0",
         access="read" if arguments["read_only"] else "write",
         on_error=arguments["on_error"],
@@ -131,8 +140,8 @@ def _check_choices(arguments: Mapping[str, Any]) -> None:
         else (save_dtype,)
     )
     for value in given:
-        if value not in _SAVE_DTYPES:
-            raise _refuse("save_dtype", value, "one of " + ", ".join(f"`{dtype}`" for dtype in _SAVE_DTYPES))
+        if value not in SAVE_DTYPES:
+            raise _refuse("save_dtype", value, "one of " + ", ".join(f"`{dtype}`" for dtype in SAVE_DTYPES))
     for name in ("async_save", "fsync", "read_only", "delta"):
         if not isinstance(arguments[name], bool):
             raise _refuse(name, arguments[name], "True or False")
@@ -146,8 +155,6 @@ def _check_choices(arguments: Mapping[str, Any]) -> None:
 
 def _check_not_built(arguments: Mapping[str, Any]) -> None:
     wishes = {
-        "save_dtype": arguments["save_dtype"] is not None,
-        "compression": arguments["compression"] in ("fast", "max"),
         "staging": arguments["staging"] != "copy",
         "merge": arguments["merge"] is not None,
         "remote": arguments["remote"] is not None,

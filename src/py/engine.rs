@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use serde_json::value::RawValue;
 
 use crate::error::{Error, Result};
+use crate::plan::Compression;
 use crate::repository::{Access, Options, Repository, SaveRequest};
 use crate::retain::Rule;
 use crate::saver::Job;
@@ -37,7 +38,7 @@ pub(crate) struct Engine {
 #[expect(clippy::needless_pass_by_value, reason = "arguments are extracted from Python as owned values")]
 impl Engine {
     #[new]
-    #[pyo3(signature = (path, *, access, chunk_bytes, threads, sync, rules, rank, world_size))]
+    #[pyo3(signature = (path, *, access, chunk_bytes, threads, sync, rules, rank, world_size, compression, delta))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one Python call")]
     fn new(
         py: Python<'_>,
@@ -49,6 +50,8 @@ impl Engine {
         rules: &str,
         rank: u32,
         world_size: u32,
+        compression: &str,
+        delta: bool,
     ) -> PyResult<Self> {
         let open = || -> Result<Repository> {
             let access = match access {
@@ -62,12 +65,24 @@ impl Engine {
                     ));
                 }
             };
+            let compression = match compression {
+                "none" => Compression::None,
+                "fast" => Compression::Fast,
+                "max" => Compression::Max,
+                "auto" => Compression::Auto,
+                other => {
+                    return Err(Error::invalid(
+                        format!("compression `{other}`"),
+                        "must be `none`, `fast`, `max` or `auto`",
+                    ));
+                }
+            };
             let rules: Vec<Rule> =
                 serde_json::from_str(rules).map_err(|error| Error::invalid("keep", error.to_string()))?;
             let store = LocalStore::open(&path, LocalOptions { sync, read_only: access == Access::Read })?;
             Repository::open(
                 Arc::new(store),
-                Options { access, chunk_bytes, threads, rules, rank, world_size, ..Options::default() },
+                Options { access, chunk_bytes, threads, rules, rank, world_size, compression, delta },
             )
         };
         py.detach(open).map(|repository| Self { repository }).map_err(|error| raise(py, &error))

@@ -26,9 +26,22 @@ pub(crate) struct SnapshotReader {
     mapped: Mutex<BTreeMap<PathBuf, Py<MappedPack>>>,
 }
 
-/// (name, rank, dtype, stored dtype, shape, tied to, non-finite elements, raw bytes, stored bytes)
+/// (name, rank, dtype, stored dtype, shape, tied to, non-finite elements, largest magnitude, Euclidean
+/// norm, raw bytes, stored bytes)
 type EntryRow =
-    (String, Option<u32>, &'static str, &'static str, Vec<u64>, Option<String>, Option<u64>, u64, u64);
+    (
+        String,
+        Option<u32>,
+        &'static str,
+        &'static str,
+        Vec<u64>,
+        Option<String>,
+        Option<u64>,
+        Option<f64>,
+        Option<f64>,
+        u64,
+        u64,
+    );
 
 impl SnapshotReader {
     pub(crate) fn new(snapshot: Snapshot) -> Self {
@@ -66,6 +79,8 @@ impl SnapshotReader {
                     entry.shape.clone(),
                     entry.tied_to.clone(),
                     entry.nonfinite,
+                    entry.abs_max,
+                    entry.l2_norm,
                     raw_length_bytes(&entry.shape, entry.stored_dtype).unwrap_or(0),
                     stored,
                 )
@@ -73,7 +88,8 @@ impl SnapshotReader {
             .collect()
     }
 
-    /// Digests of an entry's chunks in order, as 32 hex digits each, with their raw lengths in bytes.
+    /// Digests of an entry's chunks in order, as 32 hex digits each (and the scale of 8-bit floats), with their raw
+    /// lengths in bytes.
     fn chunk_digests(&self, index: usize) -> Vec<(String, u64)> {
         let body = &self.snapshot.manifest().body;
         let Some(entry) = body.entries.get(index) else { return Vec::new() };
@@ -82,9 +98,14 @@ impl SnapshotReader {
             .iter()
             .flat_map(|shard| {
                 let length = raw_length_bytes(&shard.lengths, entry.stored_dtype).unwrap_or(0);
-                crate::plan::chunk_ranges(length, body.chunk_bytes).zip(&shard.chunks)
+                let chunks = crate::plan::chunk_ranges(length, body.chunk_bytes).zip(&shard.chunks);
+                chunks.map(|chunk| (shard.scale_log2, chunk))
             })
-            .map(|(range, chunk)| (chunk.digest.to_string(), range.end - range.start))
+            .map(|(scale_log2, (range, chunk))| {
+                // Equal bytes are equal values only with equal scales.
+                let scale = if scale_log2 == 0 { String::new() } else { format!("*2^{scale_log2}") };
+                (format!("{}{scale}", chunk.digest), range.end - range.start)
+            })
             .collect()
     }
 

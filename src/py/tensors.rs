@@ -52,6 +52,25 @@ impl SaveTensors {
         self.with(py, |described| described.extend(rows, rank))
     }
 
+    /// Names of what was described, in order.
+    fn names(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        self.with(py, |described| described.entries.iter().map(|entry| entry.name.clone()).collect())
+    }
+
+    /// Has tensors stored in other dtypes: one wish for each, in the order of `names`. Only floats that are
+    /// narrowed by it, of at least one dimension, are cast; a wish for any other tensor changes nothing.
+    fn store_as(&self, py: Python<'_>, wishes: Vec<Option<String>>) -> PyResult<()> {
+        let parse = |wish: &String| Dtype::parse(wish).map_err(|error| raise(py, &error));
+        let wishes: Vec<Option<Dtype>> =
+            wishes.iter().map(|wish| wish.as_ref().map(parse).transpose()).collect::<PyResult<_>>()?;
+        self.with(py, |described| {
+            for (entry, wish) in described.entries.iter_mut().zip(wishes) {
+                let narrower = wish.filter(|wish| entry.dtype.narrows_to(*wish) && !entry.shape.is_empty());
+                entry.stored_dtype = narrower.unwrap_or(entry.dtype);
+            }
+        })
+    }
+
     /// What was described: name, rank, dtype, shape, and the name it is tied to, of each.
     fn rows(&self, py: Python<'_>) -> PyResult<Vec<Row>> {
         self.with(py, |described| {
