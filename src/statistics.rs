@@ -117,7 +117,6 @@ fn each_row<const WIDTH: usize>(bytes: &[u8], mut add: impl FnMut(&[[u8; WIDTH];
 
 /// Statistics of elements that `float32` holds.
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
 fn of_words<const WIDTH: usize>(bytes: &[u8], to_float32: impl Fn([u8; WIDTH]) -> u32) -> Statistics {
     const INFINITY: i32 = 0x7F80_0000;
     let mut squares = [0.0; LANES];
@@ -144,7 +143,6 @@ fn of_words<const WIDTH: usize>(bytes: &[u8], to_float32: impl Fn([u8; WIDTH]) -
 }
 
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
 fn of_doubles(bytes: &[u8]) -> Statistics {
     const INFINITY: i64 = 0x7FF0_0000_0000_0000;
     let mut squares = [0.0; LANES];
@@ -214,6 +212,8 @@ fn power_of_two(exponent: i32) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::float_cmp, reason = "the same bits on every machine are what is promised")]
+
     use super::*;
 
     const FLOATS: [Dtype; 12] = [

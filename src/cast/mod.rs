@@ -138,7 +138,7 @@ fn narrow_elements(from: Dtype, to: Dtype, scale_log2: i32, source: &[u8], targe
         (_, Dtype::Float8E4m3fn) => narrow_to_8_bits::<Float8E4m3fn>(from, scale_log2, source, target),
         _ if scale_log2 != 0 => convert_elements(from, to, scale_log2, source, target),
         (Dtype::Float32, Dtype::Bfloat16) => {
-            map(source, target, |word| lanes::bfloat16_of_float32(u32::from_le_bytes(word)).to_le_bytes())
+            map(source, target, |word| lanes::bfloat16_of_float32(u32::from_le_bytes(word)).to_le_bytes());
         }
         (Dtype::Float32, Dtype::Float16) => {
             let scale = Float32Scale::new::<Float16>(0);
@@ -201,7 +201,7 @@ fn widen_elements(stored: Dtype, original: Dtype, scale_log2: i32, source: &[u8]
             convert_elements(stored, original, scale_log2.saturating_neg(), source, target);
         }
         (Dtype::Bfloat16, Dtype::Float32) => {
-            map(source, target, |word| lanes::float32_of_bfloat16(u16::from_le_bytes(word)).to_le_bytes())
+            map(source, target, |word| lanes::float32_of_bfloat16(u16::from_le_bytes(word)).to_le_bytes());
         }
         (Dtype::Float16, Dtype::Float32) => map(source, target, |word| {
             lanes::widen_to_float32::<Float16>(u32::from(u16::from_le_bytes(word))).to_le_bytes()

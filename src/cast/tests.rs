@@ -59,7 +59,7 @@ impl Exact {
     fn of(dtype: Dtype, magnitude: u64) -> Self {
         let (exponent_bits, mantissa_bits) = widths(dtype);
         let bias = (1_i64 << (exponent_bits - 1)) - 1;
-        let field = (magnitude >> mantissa_bits) as i64;
+        let field = (magnitude >> mantissa_bits).cast_signed();
         let mantissa = u128::from(magnitude) % (1 << mantissa_bits);
         let (significand, field) =
             if field == 0 { (mantissa, 1) } else { (mantissa + (1 << mantissa_bits), field) };
@@ -202,6 +202,8 @@ fn every_widening_is_exact_or_rounded_to_nearest_even() {
     for (original, stored) in pairs() {
         let patterns = patterns(stored);
         for scale_log2 in [0, 1, -1, 8, -9, 100, -120, 1000, -1080, i32::MIN, i32::MAX] {
+            let step = if scale_log2 == 0 || stored.size_bytes() == 1 { 1 } else { 29 };
+            let patterns: Vec<u64> = patterns.iter().copied().step_by(step).collect();
             let found = widened(stored, original, scale_log2, &patterns);
             assert_equals_reference(stored, original, scale_log2.saturating_neg(), &patterns, &found);
         }
@@ -217,8 +219,7 @@ fn what_was_stored_is_stored_again_bit_for_bit() {
             (Dtype::Float64, Dtype::Float32 | Dtype::Bfloat16) => &[0, -800, 800],
             (Dtype::Float64, _) => &[0, -1000, 1000],
             (_, Dtype::Bfloat16) => &[0],
-            (Dtype::Float32, _) => &[0, -100, 100],
-            (Dtype::Bfloat16, Dtype::Float8E5m2 | Dtype::Float8E4m3fn) => &[0, -100, 100],
+            (Dtype::Float32 | Dtype::Bfloat16, _) => &[0, -100, 100],
             (_, Dtype::Float8E4m3fn) => &[0, -8, 7],
             _ => &[0],
         };
