@@ -322,6 +322,17 @@ mod tests {
         }
     }
 
+    /// The sum of the same values, lane by lane, in Python.
+    #[test]
+    fn sums_are_those_of_every_other_machine() {
+        let bytes: Vec<u8> = noise(1000)
+            .iter()
+            .flat_map(|&byte| (f32::from(byte.cast_signed()) / 7.0).to_le_bytes())
+            .collect();
+        let found = of(Dtype::Float32, &bytes).unwrap();
+        assert_eq!(found.square_sum.to_bits(), 0x40FB_B47F_057A_D223, "{found:?}");
+    }
+
     /// Half of a unit in the last place of 1 is lost when it joins alone, but two of them don't.
     #[test]
     fn the_order_of_additions_is_fixed() {

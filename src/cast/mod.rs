@@ -2,8 +2,9 @@
 //!
 //! Everything is rounded once, to nearest with ties to even, from the source straight to the target. NaN
 //! stays NaN with its sign and the top bits of its payload, infinity and zero keep their sign, subnormals
-//! are exact. `float8_e4m3fn` has no infinity: infinity and what overflows become NaN with the sign, as in
-//! torch. An 8-bit float has a scale for its whole tensor, a power of two, which by itself rounds nothing.
+//! are exact. `float8_e4m3fn` has no infinity: infinity and what overflows become NaN with the sign, so that
+//! a tensor that diverged doesn't come back finite (torch's own cast may saturate instead). An 8-bit float has
+//! a scale for its whole tensor, a power of two, which by itself rounds nothing.
 //!
 //! What was stored comes back exactly, and casting it again gives the same bits.
 
