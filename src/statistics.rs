@@ -131,7 +131,6 @@ fn each_row<const WIDTH: usize>(bytes: &[u8], mut add: impl FnMut(&[[u8; WIDTH];
 
 /// Statistics of elements that `float32` holds.
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
 fn of_words<const WIDTH: usize>(bytes: &[u8], to_float32: impl Fn([u8; WIDTH]) -> u32) -> Statistics {
     const INFINITY: i32 = 0x7F80_0000;
     let mut squares = [0.0; LANES];
@@ -158,7 +157,6 @@ fn of_words<const WIDTH: usize>(bytes: &[u8], to_float32: impl Fn([u8; WIDTH]) -
 }
 
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
 fn of_doubles(bytes: &[u8]) -> Statistics {
     const INFINITY: i64 = 0x7FF0_0000_0000_0000;
     let mut squares = [0.0; LANES];
@@ -228,6 +226,8 @@ fn power_of_two(exponent: i32) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::float_cmp, reason = "the same bits on every machine are what is promised")]
+
     use super::*;
 
     const FLOATS: [Dtype; 12] = [
@@ -320,34 +320,48 @@ mod tests {
     }
 
     #[test]
-    fn wide_vectors_and_plain_code_give_the_same_bits() {
+    fn vectors_of_every_width_give_the_same_bits() {
         let bytes = noise((1 << 16) + 3);
         for dtype in FLOATS {
             for length in [0, 1, 16, 100, 4096, bytes.len()] {
-                let (wide, plain) =
-                    (of(dtype, &bytes[..length]).unwrap(), of_elements(dtype, &bytes[..length]).unwrap());
-                assert_eq!(wide.square_sum.to_bits(), plain.square_sum.to_bits(), "{dtype:?}");
-                assert_eq!(wide, plain, "{dtype:?}");
+                let found = kernel::with_each_vectors(
+                    #[inline(always)]
+                    || of_elements(dtype, &bytes[..length]).unwrap(),
+                );
+                for other in &found {
+                    assert_eq!(other.square_sum.to_bits(), found[0].square_sum.to_bits(), "{dtype:?}");
+                    assert_eq!(*other, found[0], "{dtype:?}");
+                }
             }
         }
     }
 
-    /// Sixteen lanes, added in halves: another order of these additions would lose the small ones.
+    /// The sum of the same values, lane by lane, in Python.
+    #[test]
+    fn sums_are_those_of_every_other_machine() {
+        let bytes: Vec<u8> = noise(1000)
+            .iter()
+            .flat_map(|&byte| (f32::from(byte.cast_signed()) / 7.0).to_le_bytes())
+            .collect();
+        let found = of(Dtype::Float32, &bytes).unwrap();
+        assert_eq!(found.square_sum.to_bits(), 0x40FB_B47F_057A_D223, "{found:?}");
+    }
+
+    /// Half of a unit in the last place of 1 is lost when it joins alone, but two of them don't.
     #[test]
     fn the_order_of_additions_is_fixed() {
-        let mut values = [0.0_f64; 2 * LANES];
-        values[0] = 1.0;
-        values[8] = 2.0_f64.powi(-27);
-        values[4] = 2.0_f64.powi(-27);
-        values[12] = 2.0_f64.powi(-27);
-        values[16] = 2.0_f64.powi(-27);
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        // The three that join lane 0 one by one are lost, but the two of lanes 4 and 12 come together.
-        assert_eq!(of(Dtype::Float64, &bytes).unwrap().square_sum, 1.0 + 2.0_f64.powi(-53) * 0.0);
-        values[4] = 2.0_f64.powf(-26.5);
-        values[12] = 2.0_f64.powf(-26.5);
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        assert_eq!(of(Dtype::Float64, &bytes).unwrap().square_sum, 1.0 + f64::EPSILON);
+        let square_sum = |places: &[usize]| {
+            let mut values = [0.0_f64; 2 * LANES];
+            values[0] = 1.0;
+            for &place in places {
+                values[place] = 2.0_f64.powi(-27) * 1.4;
+            }
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            of(Dtype::Float64, &bytes).unwrap().square_sum
+        };
+        assert_eq!(square_sum(&[LANES]), 1.0, "the same lane");
+        assert_eq!(square_sum(&[8, 4]), 1.0, "lanes that join lane 0 one after the other");
+        assert_eq!(square_sum(&[4, 12]), 1.0 + f64::EPSILON, "lanes that join each other first");
     }
 
     #[test]

@@ -2,8 +2,9 @@
 //!
 //! Everything is rounded once, to nearest with ties to even, from the source straight to the target. NaN
 //! stays NaN with its sign and the top bits of its payload, infinity and zero keep their sign, subnormals
-//! are exact. `float8_e4m3fn` has no infinity: infinity and what overflows become NaN with the sign, as in
-//! torch. An 8-bit float has a scale for its whole tensor, a power of two, which by itself rounds nothing.
+//! are exact. `float8_e4m3fn` has no infinity: infinity and what overflows become NaN with the sign, so that
+//! a tensor that diverged doesn't come back finite (torch's own cast may saturate instead). An 8-bit float has
+//! a scale for its whole tensor, a power of two, which by itself rounds nothing.
 //!
 //! What was stored comes back exactly, and casting it again gives the same bits.
 
@@ -138,7 +139,7 @@ fn narrow_elements(from: Dtype, to: Dtype, scale_log2: i32, source: &[u8], targe
         (_, Dtype::Float8E4m3fn) => narrow_to_8_bits::<Float8E4m3fn>(from, scale_log2, source, target),
         _ if scale_log2 != 0 => convert_elements(from, to, scale_log2, source, target),
         (Dtype::Float32, Dtype::Bfloat16) => {
-            map(source, target, |word| lanes::bfloat16_of_float32(u32::from_le_bytes(word)).to_le_bytes())
+            map(source, target, |word| lanes::bfloat16_of_float32(u32::from_le_bytes(word)).to_le_bytes());
         }
         (Dtype::Float32, Dtype::Float16) => {
             let scale = Float32Scale::new::<Float16>(0);
@@ -201,7 +202,7 @@ fn widen_elements(stored: Dtype, original: Dtype, scale_log2: i32, source: &[u8]
             convert_elements(stored, original, scale_log2.saturating_neg(), source, target);
         }
         (Dtype::Bfloat16, Dtype::Float32) => {
-            map(source, target, |word| lanes::float32_of_bfloat16(u16::from_le_bytes(word)).to_le_bytes())
+            map(source, target, |word| lanes::float32_of_bfloat16(u16::from_le_bytes(word)).to_le_bytes());
         }
         (Dtype::Float16, Dtype::Float32) => map(source, target, |word| {
             lanes::widen_to_float32::<Float16>(u32::from(u16::from_le_bytes(word))).to_le_bytes()

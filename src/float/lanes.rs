@@ -43,7 +43,8 @@ pub fn bfloat16_of_float32(bits: u32) -> u16 {
     let is_nan = bits & 0x7FFF_FFFF > 0x7F80_0000;
     let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16;
     let cut = bits >> 16;
-    let nan = if cut & 0x7F == 0 { cut | 0x40 } else { cut };
+    let payload = cut & 0x7F;
+    let nan = if payload == 0 { cut | 0x40 } else { cut };
     (if is_nan { nan } else { rounded }) as u16
 }
 

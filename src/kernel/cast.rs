@@ -76,6 +76,10 @@ fn request_ahead(bytes: &[u8]) {
 
 /// Copies with non-temporal stores where `target` is aligned to them; [`finish_streams`] must follow.
 #[inline]
+#[cfg_attr(
+    target_arch = "x86_64",
+    expect(clippy::cast_ptr_alignment, reason = "loads may be unaligned; that of the stores is checked")
+)]
 fn stream(target: &mut [u8], source: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     if target.len() == source.len() && target.as_ptr().align_offset(16) == 0 {

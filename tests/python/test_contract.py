@@ -240,9 +240,6 @@ def test_a_wrong_path_is_refused(path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"save_dtype": "bf16"},
-        {"save_dtype": {"optimizer.**": "bf16"}},
-        {"compression": "max"},
         {"staging": "cow"},
         {"merge": MergePolicy()},
         {"remote": "s3://bucket/run"},

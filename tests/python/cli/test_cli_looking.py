@@ -93,6 +93,8 @@ def test_show_json_has_every_entry(run: Path) -> None:
     assert found["snapshot"]["seq"] == 1
     assert found["snapshot"]["metadata"] == {"commit": "abc", "dtype": {"dtype": "bfloat16"}}
     entries = {entry["name"]: entry for entry in found["entries"]}
+    statistics = [entries["model.weight"].pop(name) for name in ("abs_max", "l2_norm")]
+    assert 0 < statistics[0] <= statistics[1] <= statistics[0] * 6**0.5
     assert entries["model.weight"] == {
         "name": "model.weight",
         "rank": None,
