@@ -7,7 +7,7 @@ be called `module` keeps its name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from varvite.errors import InvalidInputError
 from varvite.plain import loaded
@@ -89,44 +89,61 @@ def read_plain(module: torch.nn.Module) -> PlainModule | None:
         >>> list(read_plain(torch.nn.Linear(1, 1)).names.values())
         ['weight', 'bias']
     """
-    import torch
-
     plain_types: set[type] = set()
-    state: dict[str, torch.Tensor] = {}
-    names: dict[torch.Tensor, str] = {}
+    plain = PlainModule({}, {})
     pending = [("", module)]
     while pending:
         prefix, part = pending.pop()
-        own = part.__dict__
         kind = type(part)
         if kind not in plain_types:
             if not _is_plain_type(kind):
                 return None
             plain_types.add(kind)
-        if own["_state_dict_hooks"] or own["_state_dict_pre_hooks"] or not own.keys().isdisjoint(_STATE_METHODS):
-            return None
-        for name, parameter in own["_parameters"].items():
-            if parameter is not None:
-                if type(parameter) is not torch.nn.Parameter:
-                    return None
-                full_name = prefix + name
-                state[full_name] = parameter
-                names.setdefault(parameter, full_name)
-        for name, buffer in own["_buffers"].items():
-            if buffer is not None and name not in own["_non_persistent_buffers_set"]:
-                if type(buffer) is not torch.Tensor:
-                    return None
-                state[prefix + name] = buffer
+        own = part.__dict__
         children = own["_modules"]
+        if type(children) is not dict or not _read_part(prefix, own, plain):
+            return None
         if children:
             pending += [
                 (f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None
             ]
-    return PlainModule(state, names)
+    return plain
+
+
+def _read_part(prefix: str, own: Mapping[str, Any], plain: PlainModule) -> bool:
+    """Adds the tensors of one part by its own attributes; false where they don't tell everything."""
+    import torch
+
+    parameters, buffers = own["_parameters"], own["_buffers"]
+    if type(parameters) is not dict or type(buffers) is not dict:
+        return False
+    if own["_state_dict_hooks"] or own["_state_dict_pre_hooks"] or not own.keys().isdisjoint(_STATE_METHODS):
+        return False
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            if type(parameter) is not torch.nn.Parameter:
+                return False
+            full_name = prefix + name
+            plain.state[full_name] = parameter
+            plain.names.setdefault(parameter, full_name)
+    fleeting = own["_non_persistent_buffers_set"]
+    for name, buffer in buffers.items():
+        if buffer is not None and name not in fleeting:
+            if type(buffer) is not torch.Tensor:
+                return False
+            plain.state[prefix + name] = buffer
+    return True
 
 
 _STATE_METHODS: Final = frozenset(
-    ["state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters", "named_modules", "_named_members"]
+    [
+        "state_dict",
+        "_save_to_state_dict",
+        "get_extra_state",
+        "named_parameters",
+        "named_modules",
+        "_named_members",
+    ]
 )
 """Methods of a module that say what its state and its parameters are."""
 

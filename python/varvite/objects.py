@@ -109,11 +109,8 @@ def flatten_state(walk: Walk, state: dict[Any, Any] | None, objects: Mapping[str
     rows = []
     for keyword, value in objects.items():
         kind = kind_of(value)
-        own = plain.get(keyword)
-        if own is None:
-            tree = _state_of(kind, value, modules, keyword, known)
-        else:
-            tree = state_dict_node(own.state)
+        read = plain.get(keyword)
+        tree = state_dict_node(read.state) if read else _state_of(kind, value, modules, keyword, known)
         tree_text = walk.flatten(tree, shown_prefix((keyword,)))
         rows.append(f"[{to_text(keyword)},{to_text(kind)},{tree_text}]")
     return f'{{"state":{state_text},"objects":[{",".join(rows)}]}}'
