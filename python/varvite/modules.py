@@ -7,7 +7,7 @@ be called `module` keeps its name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from varvite.errors import InvalidInputError
 from varvite.plain import loaded
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["clean_names", "parameter_names"]
+__all__ = ["PlainModule", "clean_names", "parameter_names", "read_plain"]
 
 _WRAPPERS: Final = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -65,8 +65,105 @@ def clean_names(module: torch.nn.Module, names: Iterable[str] | None = None) -> 
     return cleaned
 
 
+class PlainModule(NamedTuple):
+    """What a module holds that has nothing but what torch gives it.
+
+    Attributes:
+        state: The items of its `state_dict()`, in that order: its own parameters and buffers, not detached.
+        names: The first name of each of its parameters.
+    """
+
+    state: dict[str, torch.Tensor]
+    names: dict[torch.Tensor, str]
+
+
+def read_plain(module: torch.nn.Module) -> PlainModule | None:
+    """Reads a module in one walk, without the calls that `state_dict()` makes for each part of it.
+
+    Returns:
+        `None` where a wrapper, a hook, an overridden method, extra state or a parameter of another class
+        may make its state another than its parameters and buffers: then only its methods know it.
+
+    Example:
+        >>> import torch
+        >>> list(read_plain(torch.nn.Linear(1, 1)).names.values())
+        ['weight', 'bias']
+    """
+    plain_types: set[type] = set()
+    plain = PlainModule({}, {})
+    pending = [("", module)]
+    while pending:
+        prefix, part = pending.pop()
+        kind = type(part)
+        if kind not in plain_types:
+            if not _is_plain_type(kind):
+                return None
+            plain_types.add(kind)
+        own = part.__dict__
+        children = own["_modules"]
+        if type(children) is not dict or not _read_part(prefix, own, plain):
+            return None
+        if children:
+            pending += [
+                (f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None
+            ]
+    return plain
+
+
+def _read_part(prefix: str, own: Mapping[str, Any], plain: PlainModule) -> bool:
+    """Adds the tensors of one part by its own attributes; false where they don't tell everything."""
+    import torch
+
+    parameters, buffers = own["_parameters"], own["_buffers"]
+    if type(parameters) is not dict or type(buffers) is not dict:
+        return False
+    if own["_state_dict_hooks"] or own["_state_dict_pre_hooks"] or not own.keys().isdisjoint(_STATE_METHODS):
+        return False
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            if type(parameter) is not torch.nn.Parameter:
+                return False
+            full_name = prefix + name
+            plain.state[full_name] = parameter
+            plain.names.setdefault(parameter, full_name)
+    fleeting = own["_non_persistent_buffers_set"]
+    for name, buffer in buffers.items():
+        if buffer is not None and name not in fleeting:
+            if type(buffer) is not torch.Tensor:
+                return False
+            plain.state[prefix + name] = buffer
+    return True
+
+
+_STATE_METHODS: Final = frozenset(
+    [
+        "state_dict",
+        "_save_to_state_dict",
+        "get_extra_state",
+        "named_parameters",
+        "named_modules",
+        "_named_members",
+    ]
+)
+"""Methods of a module that say what its state and its parameters are."""
+
+
+def _is_plain_type(kind: type[torch.nn.Module]) -> bool:
+    """True for a class of modules that is no wrapper and leaves torch's own methods as they are."""
+    from torch.nn.modules.module import Module
+
+    for name in _STATE_METHODS:
+        method = getattr(Module, name)
+        if getattr(kind, name, None) is not method or method.__module__ != Module.__module__:
+            return False
+    return not any(issubclass(kind, wrapper) for wrapper, _ in _loaded_wrappers())
+
+
 def parameter_names(
-    modules: Mapping[str, torch.nn.Module], qualified: Collection[str] | None = None
+    modules: Mapping[str, torch.nn.Module],
+    qualified: Collection[str] | None = None,
+    *,
+    known: Mapping[str, Mapping[torch.Tensor, str]] | None = None,
 ) -> dict[torch.Tensor, str]:
     """Names the parameters of modules, each once: a tied one by its first name.
 
@@ -74,6 +171,7 @@ def parameter_names(
         modules: Modules by the keyword they are saved under.
         qualified: The keywords that start the names of their module's parameters; by default all where
             there is more than one module, else none.
+        known: Names of the parameters of some of the modules, where they were read a moment ago.
 
     Example:
         >>> import torch
@@ -84,10 +182,16 @@ def parameter_names(
     if qualified is None:
         qualified = modules if len(modules) > 1 else ()
     for keyword, module in modules.items():
-        named = dict(module.named_parameters())
         start = f"{keyword}." if keyword in qualified else ""
-        for name, clean in clean_names(module, named).items():
-            result.setdefault(named[name], start + clean)
+        names = None if known is None else known.get(keyword)
+        if names is None:
+            named = dict(module.named_parameters())
+            names = {named[name]: clean for name, clean in clean_names(module, named).items()}
+        if not result and not start:
+            result = dict(names)
+            continue
+        for parameter, name in names.items():
+            result.setdefault(parameter, start + name)
     return result
 
 
@@ -111,17 +215,39 @@ def unknown_parameter(
 
 def _wrapper_segments(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
     """Returns the wrappers among a module and its descendants, with the child each wraps."""
-    kinds = [
-        (getattr(library, name), segment)
-        for library, name, segment in ((loaded(path), name, segment) for path, name, segment in _WRAPPERS)
-        if library is not None and hasattr(library, name)
-    ]
+    kinds = _loaded_wrappers()
+    descendants = _descendants(module)
+    # Most models have many modules of few types and no wrapper among them.
+    wrappers = {type(descendant) for descendant in descendants}
+    wrappers = {type_ for type_ in wrappers if any(issubclass(type_, kind) for kind, _ in kinds)}
     segments = {}
-    for descendant in module.modules():
+    for descendant in descendants if wrappers else ():
         for kind, segment in kinds:
             if isinstance(descendant, kind) and segment in _children(descendant):
                 segments[descendant] = segment
     return segments
+
+
+def _loaded_wrappers() -> list[tuple[type[torch.nn.Module], str]]:
+    """Returns the classes of wrappers that the program has loaded, with the child each wraps."""
+    libraries = ((loaded(path), name, segment) for path, name, segment in _WRAPPERS)
+    return [
+        (getattr(library, name), segment)
+        for library, name, segment in libraries
+        if library is not None and hasattr(library, name)
+    ]
+
+
+def _descendants(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns a module and all below it, each once."""
+    found = {id(module): module}
+    pending = [module]
+    while pending:
+        for child in _children(pending.pop()).values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                pending.append(child)
+    return list(found.values())
 
 
 def _clean(module: torch.nn.Module, name: str, segments: Mapping[torch.nn.Module, str]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from varvite._native import Walk
 from varvite.errors import CorruptionError, InvalidInputError
-from varvite.modules import clean_names
+from varvite.modules import clean_names, read_plain
 from varvite.optim import describe_optimizer
 from varvite.plain import loaded, type_name
 from varvite.state import Json, from_text, shown_prefix, state_dict_node, to_text
@@ -103,17 +103,26 @@ def flatten_state(walk: Walk, state: dict[Any, Any] | None, objects: Mapping[str
             reason = "it is both a key of the state and a keyword argument"
             raise InvalidInputError(f"invalid keyword `{keyword}`: {reason}", what=keyword, reason=reason)
     modules = modules_among(objects)
+    plain = {keyword: read_plain(module) for keyword, module in modules.items()}
+    known = {keyword: one.names for keyword, one in plain.items() if one is not None}
     state_text = "null" if state is None else walk.flatten(state, "")
     rows = []
     for keyword, value in objects.items():
         kind = kind_of(value)
-        name = shown_prefix((keyword,))
-        tree_text = walk.flatten(_state_of(kind, value, modules, keyword), name)
+        read = plain.get(keyword)
+        tree = state_dict_node(read.state) if read else _state_of(kind, value, modules, keyword, known)
+        tree_text = walk.flatten(tree, shown_prefix((keyword,)))
         rows.append(f"[{to_text(keyword)},{to_text(kind)},{tree_text}]")
     return f'{{"state":{state_text},"objects":[{",".join(rows)}]}}'
 
 
-def _state_of(kind: str, value: Any, modules: Mapping[str, torch.nn.Module], keyword: str) -> Any:
+def _state_of(
+    kind: str,
+    value: Any,
+    modules: Mapping[str, torch.nn.Module],
+    keyword: str,
+    known: Mapping[str, Mapping[torch.Tensor, str]],
+) -> Any:
     if kind == "module":
         return module_state(value)
     if kind == "optimizer":
@@ -125,7 +134,7 @@ def _state_of(kind: str, value: Any, modules: Mapping[str, torch.nn.Module], key
                 what=keyword,
                 reason=reason,
             )
-        return describe_optimizer(value, modules)
+        return describe_optimizer(value, modules, known=known)
     if kind == "stateful":
         return value.state_dict()
     return value

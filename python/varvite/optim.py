@@ -18,7 +18,7 @@ from varvite.errors import InvalidInputError
 from varvite.modules import clean_names, parameter_names, unknown_parameter
 from varvite.optim_plan import OptimizerPlan, plan_optimizer
 from varvite.plain import UnsavableError, loaded, type_name
-from varvite.state import StateDict, flatten, state_dict_node, unflatten
+from varvite.state import StateDict, flatten, unflatten
 from varvite.tensors import TensorSpec, copy_into, describe
 
 if TYPE_CHECKING:
@@ -38,7 +38,10 @@ __all__ = [
 
 
 def describe_optimizer(
-    optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]
+    optimizer: torch.optim.Optimizer,
+    modules: Mapping[str, torch.nn.Module],
+    *,
+    known: Mapping[str, Mapping[torch.Tensor, str]] | None = None,
 ) -> dict[str, Any]:
     """Reads the state of an optimizer as a nest to be saved.
 
@@ -48,6 +51,7 @@ def describe_optimizer(
         optimizer: Any optimizer with `state` and `param_groups` as torch has them.
         modules: The modules that hold its parameters, by the keyword they are saved under. With more
             than one, parameter names start with the keyword.
+        known: As for `parameter_names`.
 
     Returns:
         `class`, the qualified name of the type; `state`, by parameter name; `param_groups`, each with
@@ -66,7 +70,7 @@ def describe_optimizer(
         >>> nest["param_groups"][0]["params"], nest["never_stepped"]
         (['weight'], ['weight'])
     """
-    names = parameter_names(modules)
+    names = parameter_names(modules, known=known)
     groups, shapes = [], {}
     state = StateDict()
     never_stepped = []
@@ -89,7 +93,7 @@ def describe_optimizer(
     extra = _read_the_rest(optimizer, names, state, shapes)
     nest: dict[str, Any] = {
         "class": type_name(optimizer),
-        "state": state_dict_node(state),
+        "state": state,
         "param_groups": groups,
         "never_stepped": never_stepped,
         "shapes": shapes,
@@ -188,8 +192,9 @@ def override_groups(optimizer: torch.optim.Optimizer, override: Mapping[str, Any
 
 def _readable_state(own: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key, value in own.items():
-        _refuse_arrays(value, f"state.{name}.{key}")
-    return dict(own)
+        if not hasattr(value, "detach"):
+            _refuse_arrays(value, f"state.{name}.{key}")
+    return own if type(own) is dict else dict(own)
 
 
 def _refuse_arrays(value: Any, name: str) -> None:

@@ -359,7 +359,7 @@ def encode_keys(value: dict[Any, Any], name: str) -> tuple[list[str], list[str]]
         raise error.at(name, value) from None
 
 
-def container_error(value: Any, name: str, contains_itself: bool) -> InvalidInputError:  # noqa: FBT001
+def container_error(value: Any, name: str, contains_itself: bool) -> InvalidInputError:
     """Returns the error for a container inside of itself, or below more containers than may be.
 
     Example:

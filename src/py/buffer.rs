@@ -56,12 +56,8 @@ fn ask(torch: &Torch, tensor: &Bound<'_, PyAny>, writable: bool) -> PyResult<Opt
     let py = tensor.py();
     let is = |attribute: &Bound<'_, PyString>| tensor.getattr(attribute)?.is_truthy();
     let says = |method: &Bound<'_, PyString>| tensor.call_method0(method)?.is_truthy();
-    if !torch.is_strided(&tensor.getattr(intern!(py, "layout"))?)
-        || !is(intern!(py, "is_cpu"))?
-        || is(intern!(py, "is_nested"))?
-        || !says(intern!(py, "is_contiguous"))?
-        || says(intern!(py, "is_neg"))?
-    {
+    // Nobody need ask for the layout: a sparse tensor has no address, and a nested one no shape.
+    if !is(intern!(py, "is_cpu"))? || !says(intern!(py, "is_contiguous"))? || says(intern!(py, "is_neg"))? {
         return Ok(None);
     }
     let Some(dtype) = torch.dtype(&tensor.getattr(intern!(py, "dtype"))?) else { return Ok(None) };

@@ -14,7 +14,6 @@ static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
 pub(crate) struct Torch {
     tensor: Py<PyType>,
     parameter: Py<PyType>,
-    strided: Py<PyAny>,
     /// Where the storage starts, without a copy-on-write clone copying itself as `data_ptr` makes it.
     storage_address: Option<Py<PyAny>>,
     dtypes: Vec<(Py<PyAny>, Dtype)>,
@@ -42,7 +41,6 @@ impl Torch {
         Ok(Self {
             tensor: torch.getattr("Tensor")?.cast_into::<PyType>()?.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.cast_into::<PyType>()?.unbind(),
-            strided: torch.getattr("strided")?.unbind(),
             storage_address: torch.getattr("_C")?.getattr("_data_address").ok().map(Bound::unbind),
             dtypes,
         })
@@ -57,11 +55,6 @@ impl Torch {
     pub(crate) fn is_plain(&self, value: &Bound<'_, PyAny>) -> bool {
         let kind = value.get_type();
         kind.is(&self.tensor) || kind.is(&self.parameter)
-    }
-
-    /// True for the layout of an array of elements.
-    pub(crate) fn is_strided(&self, layout: &Bound<'_, PyAny>) -> bool {
-        layout.is(&self.strided)
     }
 
     /// The dtype, if it can be saved.

@@ -275,25 +275,25 @@ impl<'py> Walker<'py> {
 
     fn encode_dict(&mut self, container: Container, value: &Bound<'py, PyAny>) -> PyResult<()> {
         let items = items_of(container, value)?;
-        let Some(keys) = self.plain_keys(container, &items) else {
+        let is_state_dict = matches!(container, Container::StateDict);
+        let Some(keys) = self.plain_keys(&items, is_state_dict) else {
             return self.encode_dict_of_any_keys(value, &items);
         };
         let mut part = String::new();
         for (index, (key, (_, item))) in keys.iter().zip(&items).enumerate() {
             self.text.push_str(if index > 0 { ",[" } else { "[" });
-            let shown = match key {
-                PlainKey::Text(text) => {
-                    push_json(&mut self.text, text);
-                    text
-                }
-                PlainKey::Number(number) => {
-                    part.clear();
-                    push_number(&mut part, *number);
-                    self.text.push_str(&part);
-                    part.as_str()
-                }
-            };
+            part.clear();
+            match key {
+                PlainKey::Text(text) => push_json(&mut part, text),
+                PlainKey::Number(number) => push_number(&mut part, *number),
+            }
+            self.text.push_str(&part);
             self.text.push(',');
+            // A part of a name stands as it is where nothing in it separates parts, else as its JSON.
+            let shown = match key {
+                PlainKey::Text(text) if is_state_dict || !text.contains('.') => text,
+                _ => part.as_str(),
+            };
             self.encode_under(shown, item)?;
             self.text.push(']');
         }
@@ -301,18 +301,11 @@ impl<'py> Walker<'py> {
     }
 
     /// The keys of a dict where all have one plain form, so that none can be taken for another.
-    fn plain_keys<'a>(&self, container: Container, items: &'a [Item<'py>]) -> Option<Vec<PlainKey<'a>>> {
-        let is_state_dict = matches!(container, Container::StateDict);
-        let keys =
-            items.iter().map(|(key, _)| PlainKey::of(key, is_state_dict)).collect::<Option<Vec<_>>>()?;
+    fn plain_keys<'a>(&self, items: &'a [Item<'py>], is_state_dict: bool) -> Option<Vec<PlainKey<'a>>> {
+        let keys = items.iter().map(|(key, _)| PlainKey::of(key)).collect::<Option<Vec<_>>>()?;
         let text_count = keys.iter().filter(|key| matches!(key, PlainKey::Text(_))).count();
-        if text_count != 0 && text_count != keys.len() {
-            return None;
-        }
-        if is_state_dict && (text_count != keys.len() || self.has_container_above(&keys, items)) {
-            return None;
-        }
-        Some(keys)
+        let is_uniform = text_count == keys.len() || (text_count == 0 && !is_state_dict);
+        (is_uniform && !(is_state_dict && self.has_container_above(&keys, items))).then_some(keys)
     }
 
     /// True where a key of a container, such as `a`, starts another key, such as `a.b`.
@@ -356,17 +349,17 @@ impl<'py> Walker<'py> {
     }
 }
 
-/// A key that is shown and encoded as what it is.
+/// A key that has no other form than its JSON, whatever stands beside it.
 enum PlainKey<'a> {
     Text(&'a str),
     Number(i64),
 }
 
 impl<'a> PlainKey<'a> {
-    fn of(key: &'a Bound<'_, PyAny>, with_dots: bool) -> Option<Self> {
+    fn of(key: &'a Bound<'_, PyAny>) -> Option<Self> {
         if key.is_exact_instance_of::<PyString>() {
             let text = key.cast::<PyString>().ok()?.to_str().ok()?;
-            return is_plain(text, with_dots).then_some(Self::Text(text));
+            return is_plain(text).then_some(Self::Text(text));
         }
         if key.is_exact_instance_of::<PyInt>() {
             return key.extract().ok().map(Self::Number);
@@ -375,18 +368,12 @@ impl<'a> PlainKey<'a> {
     }
 }
 
-/// True for a word of letters, digits, `_` and `-`, or, with dots, for such words between them.
-fn is_plain(text: &str, with_dots: bool) -> bool {
-    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-';
-    let mut last = b'.';
-    for byte in text.bytes() {
-        let separates = with_dots && byte == b'.' && last != b'.';
-        if !is_letter(byte) && !separates {
-            return false;
-        }
-        last = byte;
-    }
-    last != b'.'
+/// True for words of letters, digits, `_` and `-`, with single dots between them.
+fn is_plain(text: &str) -> bool {
+    let is_word = |word: &str| {
+        !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte))
+    };
+    text.split('.').all(is_word)
 }
 
 /// The items of a dict in its own order, taken at once: what runs later may change the dict.
