@@ -39,8 +39,13 @@ impl Base {
             for shard in &entry.shards {
                 let length_bytes = raw_length_bytes(&shard.lengths, entry.stored_dtype).unwrap_or(0);
                 for (range, chunk) in chunk_ranges(length_bytes, chunk_bytes).zip(&shard.chunks) {
+                    let raw_length_bytes = range.end - range.start;
                     if chunk.codec != Codec::Rounded {
-                        chunks.entry((chunk.digest, range.end - range.start)).or_insert(*chunk);
+                        chunks.entry((chunk.digest, raw_length_bytes)).or_insert(*chunk);
+                    }
+                    // A value may come back to what it was.
+                    if let Some(base) = chunk.base {
+                        chunks.entry((base.digest, raw_length_bytes)).or_insert(base.into());
                     }
                 }
             }

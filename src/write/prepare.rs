@@ -225,7 +225,9 @@ impl<'a> Preparer<'a> {
         worker: &mut Worker,
     ) -> Form<'a> {
         let Some(effort) = mode.effort else { return Form::Raw(raw) };
-        let base = self.delta_base(pending).filter(|base| self.base_packs.read(base, raw.len(), worker));
+        // What the base has but is not worth keeping for must not be kept as the base of a difference either.
+        let base = if mode.may_refer { self.delta_base(pending) } else { None };
+        let base = base.filter(|base| self.base_packs.read(base, raw.len(), worker));
         let base_raw = base.map(|_| worker.base_raw.as_slice());
         let mut stored = self.stored_buffers.take();
         let codec =
