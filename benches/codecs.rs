@@ -134,14 +134,19 @@ fn both_ways(criterion: &mut Criterion) {
         let mut stored_chunks = vec![Vec::new(); CHUNKS];
         let mut encode_all = |stored_chunks: &mut [Vec<u8>]| {
             for ((raw, base), stored) in raw_chunks.iter().zip(&base_chunks).zip(stored_chunks) {
-                let codec = codec::encode(case.dtype, black_box(raw), *base, Effort::Fast, &mut scratch, stored);
+                let codec =
+                    codec::encode(case.dtype, black_box(raw), *base, Effort::Fast, &mut scratch, stored);
                 assert_eq!(codec, case.codec, "{}", case.name);
             }
         };
         encode_all(&mut stored_chunks);
         let stored_bytes: usize = stored_chunks.iter().map(Vec::len).sum();
         let ratio = case.raw.len() as f64 / stored_bytes.max(1) as f64;
-        let name = if case.codec == Codec::Store { case.name.to_owned() } else { format!("{}, {ratio:.2}x smaller", case.name) };
+        let name = if case.codec == Codec::Store {
+            case.name.to_owned()
+        } else {
+            format!("{}, {ratio:.2}x smaller", case.name)
+        };
         group.bench_function(format!("encode {name}"), |bencher| {
             let mut stored_chunks = vec![Vec::with_capacity(CHUNK_BYTES); CHUNKS];
             bencher.iter(|| encode_all(&mut stored_chunks));

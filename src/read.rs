@@ -218,7 +218,9 @@ fn read_group(
                 verify(name, body, chunk, stored)?;
                 scatter(chunk, stored, slices);
             }
-            codec => return Err(Error::Internal { what: format!("the reader met codec {}", codec.number()) }),
+            codec => {
+                return Err(Error::Internal { what: format!("the reader met codec {}", codec.number()) });
+            }
         }
     }
     Ok(verified)

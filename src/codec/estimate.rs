@@ -102,7 +102,9 @@ impl Histograms {
         let mut unchanged_count = 0;
         if sampled_count > 0 {
             let mut targets: [&mut [u8]; WIDTH_LIMIT_BYTES] = Default::default();
-            for (target, plane) in targets[..width_bytes].iter_mut().zip(planes.chunks_exact_mut(sampled_count)) {
+            for (target, plane) in
+                targets[..width_bytes].iter_mut().zip(planes.chunks_exact_mut(sampled_count))
+            {
                 *target = plane;
             }
             words::split(width_bytes, transform, raw, &mut targets[..width_bytes]);
@@ -165,7 +167,8 @@ fn count_zero_words(planes: &mut [&mut [u8]]) -> usize {
 /// Madow found the entropy of a sample to lack.
 fn coded_bytes(counts: &Counts) -> f64 {
     let present = counts.iter().filter(|&&count| count > 0).count();
-    frequencies::entropy_bytes(counts) + present.saturating_sub(1) as f64 / (2.0 * std::f64::consts::LN_2 * 8.0)
+    frequencies::entropy_bytes(counts)
+        + present.saturating_sub(1) as f64 / (2.0 * std::f64::consts::LN_2 * 8.0)
 }
 
 pub(super) fn self_contained(elements: Elements, sample: Sample<'_>, planes: &mut Vec<u8>) -> PlanesEstimate {

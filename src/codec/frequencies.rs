@@ -34,8 +34,11 @@ pub(super) fn count(symbols: &[u8]) -> Counts {
 /// Length of an ideal code of order 0 without its table, in bytes.
 pub(super) fn entropy_bytes(counts: &Counts) -> f64 {
     let total: f64 = counts.iter().map(|&count| f64::from(count)).sum();
-    let weighted: f64 =
-        counts.iter().filter(|&&count| count > 0).map(|&count| f64::from(count) * f64::from(count).log2()).sum();
+    let weighted: f64 = counts
+        .iter()
+        .filter(|&&count| count > 0)
+        .map(|&count| f64::from(count) * f64::from(count).log2())
+        .sum();
     if total > 0.0 { ((total * total.log2() - weighted) / 8.0).max(0.0) } else { 0.0 }
 }
 
@@ -111,18 +114,17 @@ pub(super) fn read(input: &mut Input<'_>) -> Result<Frequencies> {
             symbol += usize::from(input.byte()?).max(1);
             continue;
         }
-        let frequency = if low < LONG_FREQUENCY {
-            low
-        } else {
-            low - LONG_FREQUENCY | u16::from(input.byte()?) << 7
-        };
+        let frequency =
+            if low < LONG_FREQUENCY { low } else { low - LONG_FREQUENCY | u16::from(input.byte()?) << 7 };
         table[symbol] = frequency;
         sum += u32::from(frequency);
         symbol += 1;
     }
     let is_one_symbol = table.iter().any(|&frequency| u32::from(frequency) >= PROBABILITY_SUM);
     if sum != PROBABILITY_SUM || is_one_symbol {
-        return Err(flaw(format!("has a table whose frequencies don't share {PROBABILITY_SUM} but sum to: {sum}")));
+        return Err(flaw(format!(
+            "has a table whose frequencies don't share {PROBABILITY_SUM} but sum to: {sum}"
+        )));
     }
     Ok(table)
 }
@@ -183,7 +185,8 @@ mod tests {
 
     #[test]
     fn a_table_that_is_not_full_is_refused() {
-        for stored in [&[5, 6, 1, 1][..], &[5, 5, 128, 32], &[9, 5], &[0, 0, 255, 255], &[0, 255, 0, 255, 9]] {
+        for stored in [&[5, 6, 1, 1][..], &[5, 5, 128, 32], &[9, 5], &[0, 0, 255, 255], &[0, 255, 0, 255, 9]]
+        {
             let error = read(&mut Input::new(stored)).unwrap_err().to_string();
             assert!(error.starts_with("invalid stored chunk: has a table"), "{error}");
         }

@@ -17,9 +17,10 @@ impl<'a> Input<'a> {
 
     /// The next `count` bytes.
     pub(super) fn bytes(&mut self, count: usize) -> Result<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(count).ok_or_else(|| {
-            flaw(format!("ends {} bytes into a field of: {count}", self.0.len()))
-        })?;
+        let (taken, rest) = self
+            .0
+            .split_at_checked(count)
+            .ok_or_else(|| flaw(format!("ends {} bytes into a field of: {count}", self.0.len())))?;
         self.0 = rest;
         Ok(taken)
     }
@@ -40,6 +41,10 @@ impl<'a> Input<'a> {
 
     /// Refuses bytes that nobody asked for.
     pub(super) fn finish(self) -> Result<()> {
-        if self.0.is_empty() { Ok(()) } else { Err(flaw(format!("has bytes behind its end: {}", self.0.len()))) }
+        if self.0.is_empty() {
+            Ok(())
+        } else {
+            Err(flaw(format!("has bytes behind its end: {}", self.0.len())))
+        }
     }
 }

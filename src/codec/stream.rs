@@ -13,7 +13,7 @@ use super::input::{Input, flaw};
 /// time and gain nothing worth it.
 pub(super) const GAIN_SHARE: f64 = 0.97;
 /// Shorter streams use few lanes: the states of many would outweigh their symbols.
-const WIDE_FROM_SYMBOLS: usize = 16 * 1024;
+const WIDE_FROM_SYMBOLS: usize = 32 * 1024;
 
 const MODE_RAW: u8 = 0;
 const MODE_CONSTANT: u8 = 1;

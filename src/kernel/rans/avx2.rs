@@ -169,8 +169,7 @@ fn encode_vector(
     let odd = _mm256_mul_epu32(_mm256_srli_epi64::<32>(current), _mm256_srli_epi64::<32>(reciprocal));
     let high = _mm256_blend_epi32::<0b1010_1010>(even, odd);
     let quotient = _mm256_srlv_epi32(high, _mm256_srli_epi32::<{ QUOTIENT_SHIFT as i32 }>(parameters));
-    let bias =
-        _mm256_and_si256(_mm256_srli_epi32::<{ BIAS_SHIFT as i32 }>(parameters), splat(BIAS_MASK));
+    let bias = _mm256_and_si256(_mm256_srli_epi32::<{ BIAS_SHIFT as i32 }>(parameters), splat(BIAS_MASK));
     *state = _mm256_add_epi32(_mm256_add_epi32(current, bias), _mm256_mullo_epi32(quotient, complement));
     gives.count_ones() as usize * WORD_BYTES
 }
@@ -180,23 +179,21 @@ fn encode_vector(
 pub(super) fn decode<'a>(
     table: &DecodeTable,
     states: &mut [u32; WIDE_LANES],
-    mut words: &'a [u8],
+    words: &'a [u8],
     groups: &mut [[u8; WIDE_LANES]],
 ) -> Option<&'a [u8]> {
     let mut vectors = load_states(states);
-    let mut done = 0;
-    while let (Some(window), Some(group)) = (words.first_chunk::<GROUP_BYTES>(), groups.get_mut(done)) {
-        let taken = decode_group(table, &mut vectors, window, group);
-        words = &words[taken..];
-        done += 1;
-    }
-    // Less than a group's words are left, but perhaps many groups: few words serve many symbols where one
-    // symbol has almost all of the probability.
-    let mut padded = [0; 2 * GROUP_BYTES];
-    padded[..words.len().min(GROUP_BYTES)].copy_from_slice(&words[..words.len().min(GROUP_BYTES)]);
+    // Few words may serve many groups, where one symbol has almost all of the probability: so the last
+    // words, with zeros behind them, are read as fast as the others.
+    let tail_start = words.len().saturating_sub(GROUP_BYTES);
+    let mut tail = [0; 2 * GROUP_BYTES];
+    tail[..words.len() - tail_start].copy_from_slice(&words[tail_start..]);
     let mut position = 0;
-    for group in &mut groups[done..] {
-        let window = padded[position..].first_chunk::<GROUP_BYTES>()?;
+    for group in groups {
+        let window = match words[position..].first_chunk::<GROUP_BYTES>() {
+            Some(window) => window,
+            None => tail[position - tail_start..].first_chunk::<GROUP_BYTES>()?,
+        };
         position += decode_group(table, &mut vectors, window, group);
         if position > words.len() {
             return None;
@@ -216,18 +213,21 @@ fn decode_group(
     group: &mut [u8; WIDE_LANES],
 ) -> usize {
     let mut taken = 0;
-    let mut symbols = [splat(0); VECTORS];
-    for (state, symbol) in vectors.iter_mut().zip(&mut symbols) {
-        *symbol = decode_vector(table, state, window, &mut taken);
+    let (targets, _) = group.as_chunks_mut::<{ 4 * VECTOR_LANES }>();
+    let (quartets, _) = vectors.as_chunks_mut::<4>();
+    for (target, [first, second, third, fourth]) in targets.iter_mut().zip(quartets) {
+        let first = decode_vector(table, first, window, &mut taken);
+        let second = decode_vector(table, second, window, &mut taken);
+        let third = decode_vector(table, third, window, &mut taken);
+        let fourth = decode_vector(table, fourth, window, &mut taken);
+        let low = _mm256_packus_epi32(first, second);
+        let high = _mm256_packus_epi32(third, fourth);
+        // Packing works in halves of 128 bits: put runs of four symbols back in order.
+        let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        let bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+        // SAFETY: the target is 32 bytes, borrowed mutably.
+        unsafe { _mm256_storeu_si256(target.as_mut_ptr().cast(), bytes) };
     }
-    let [first, second, third, fourth] = symbols;
-    let low = _mm256_packus_epi32(first, second);
-    let high = _mm256_packus_epi32(third, fourth);
-    // Packing works in halves of 128 bits: put runs of four symbols back in order.
-    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    let bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
-    // SAFETY: the group is 32 bytes, borrowed mutably.
-    unsafe { _mm256_storeu_si256(group.as_mut_ptr().cast(), bytes) };
     taken
 }
 
@@ -246,8 +246,7 @@ fn decode_vector(
     // SAFETY: each index is below 4096, the number of entries of four bytes.
     let slot = unsafe { _mm256_i32gather_epi32::<4>(table.0.as_ptr().cast(), index) };
     let frequency = _mm256_srli_epi32::<{ FREQUENCY_SHIFT as i32 }>(slot);
-    let distance =
-        _mm256_and_si256(_mm256_srli_epi32::<{ DISTANCE_SHIFT as i32 }>(slot), splat(SLOT_MASK));
+    let distance = _mm256_and_si256(_mm256_srli_epi32::<{ DISTANCE_SHIFT as i32 }>(slot), splat(SLOT_MASK));
     let quotient = _mm256_srli_epi32::<{ PROBABILITY_BITS as i32 }>(*state);
     let reduced = _mm256_add_epi32(_mm256_mullo_epi32(frequency, quotient), distance);
 

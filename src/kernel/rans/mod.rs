@@ -18,13 +18,13 @@ pub const PROBABILITY_SUM: u32 = 1 << PROBABILITY_BITS;
 /// Lower bound of a state between symbols, and the state that coding starts and decoding ends with.
 pub const STATE_MIN: u32 = 1 << 15;
 /// Lanes of a long stream.
-pub const WIDE_LANES: usize = 32;
+pub const WIDE_LANES: usize = 64;
 /// Lanes of a short stream.
 pub const NARROW_LANES: usize = 4;
 /// Bytes of a word.
 const WORD_BYTES: usize = 2;
 /// What [`encode`] needs beyond two bytes for each symbol.
-const SLACK_BYTES: usize = 64;
+const SLACK_BYTES: usize = WORD_BYTES * WIDE_LANES;
 
 const SLOT_MASK: u32 = PROBABILITY_SUM - 1;
 
