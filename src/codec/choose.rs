@@ -1,4 +1,9 @@
 //! Which codec a chunk gets: the one that stores least, where it gains enough to be worth decoding.
+#![expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "lengths are far below 2^52, and never negative"
+)]
 
 use crate::format::limits::CHUNK_BYTES_RANGE;
 use crate::format::model::Codec;

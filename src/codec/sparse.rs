@@ -1,4 +1,5 @@
 //! The few elements that differ from a base chunk: gaps between them, and differences (FORMAT.md, "Sparse").
+#![expect(clippy::inline_always, reason = "only what is inlined is compiled for wide vectors")]
 
 use crate::error::Result;
 use crate::kernel::with_wide_vectors;

@@ -2,6 +2,7 @@
 //!
 //! The coder is static and of order 0: one table for each stream, from its exact histogram. Streams say
 //! nothing of how many symbols they have: who reads one knows.
+#![expect(clippy::cast_precision_loss, reason = "lengths are far below 2^52")]
 
 use crate::error::Result;
 use crate::kernel::rans::{self, NARROW_LANES, WIDE_LANES};

@@ -1,3 +1,5 @@
+#![expect(clippy::cast_precision_loss, reason = "lengths are far below 2^52")]
+
 use crate::tensor::Dtype;
 
 use super::*;
@@ -29,7 +31,7 @@ const DTYPES: [Dtype; 22] = [
 
 const EFFORTS: [Effort; 2] = [Effort::Fast, Effort::Max];
 
-/// SplitMix64 (Steele, Lea, Flood, 2014): bytes without any structure, the same on every machine.
+/// `SplitMix64` (Steele, Lea, Flood, 2014): bytes without any structure, the same on every machine.
 fn noise(length: usize) -> Vec<u8> {
     let mixed = (1..=length.div_ceil(8) as u64).map(|index| {
         let state = index.wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -77,9 +79,10 @@ fn moved(values: &[f32], step: f32) -> Vec<f32> {
 fn adversaries() -> Vec<(&'static str, Vec<u8>, Vec<u8>)> {
     let nans: Vec<u8> =
         (0..40_000_u32).flat_map(|payload| (0x7F80_0000 | payload << 31 | payload).to_le_bytes()).collect();
-    let denormals: Vec<u8> = (0..40_000_u32).flat_map(|bits| (bits << 31 | bits * 3).to_le_bytes()).collect();
+    let denormals: Vec<u8> =
+        (0..40_000_u32).flat_map(|bits| (bits << 31 | (bits * 3)).to_le_bytes()).collect();
     let alternating: Vec<u8> =
-        (0..20_000).flat_map(|index| (1.5_f32 - 3.0 * (index % 2) as f32).to_le_bytes()).collect();
+        (0..20_000).flat_map(|index| (if index % 2 == 0 { 1.5_f32 } else { -1.5 }).to_le_bytes()).collect();
     let heads = every_head();
     let floats = weights(30_000);
     let mut few = bytes_of(&floats);
@@ -202,7 +205,11 @@ fn the_portable_transform_gives_the_same_planes() {
             let difference = i64::from((rank(element) - rank(base)) as i32);
             let zigzag = if difference < 0 { -2 * difference - 1 } else { 2 * difference };
             for plane in 0..4 {
-                assert_eq!(planes[plane * count + index], (zigzag >> (8 * plane)) as u8, "element {index}");
+                assert_eq!(
+                    planes[plane * count + index],
+                    zigzag.cast_unsigned().to_le_bytes()[plane],
+                    "element {index}"
+                );
             }
         }
     }

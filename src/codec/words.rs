@@ -3,6 +3,7 @@
 //! A transform maps each element to a word of the same width, one to one: rotated, so that an exponent
 //! fills one byte; or the difference from the element of a base chunk, in an order that floats of nearby
 //! value share. Plane `p` holds byte `p` of every word, from the least significant one.
+#![expect(clippy::inline_always, reason = "only what is inlined is compiled for wide vectors")]
 
 use crate::error::Result;
 use crate::kernel::with_wide_vectors;
@@ -144,15 +145,13 @@ macro_rules! implement_word {
             }
 
             #[inline(always)]
-            #[expect(clippy::cast_lossless, reason = "`From` of the same type is a cast of another lint")]
             fn with_byte(self, plane: usize, byte: u8) -> Self {
-                self | (byte as Self) << (8 * plane)
+                self | Self::from(byte) << (8 * plane)
             }
 
             #[inline(always)]
-            #[expect(clippy::cast_lossless, reason = "`From` of the same type is a cast of another lint")]
             fn widened(self) -> u64 {
-                self as u64
+                u64::from(self)
             }
         }
     )*};

@@ -22,7 +22,7 @@ STEPS = 400
 TEXT_BYTES = 3_000_000
 LEARNING_RATE_PEAK = 1e-3
 LEARNING_RATE_END = 3e-4
-SLICE_ELEMENTS = 16_384
+SLICE_ELEMENTS = 15_360
 WRITTEN = (
     "weights-3e-4-1.bf16",
     "weights-3e-4-10.bf16",
@@ -124,7 +124,7 @@ def main() -> None:
     warm = [LEARNING_RATE_PEAK * (step + 1) / 20 for step in range(20)]
     falling = torch.linspace(LEARNING_RATE_PEAK, LEARNING_RATE_END, STEPS - len(warm)).tolist()
     loss = train(model, optimizer, text, warm + falling)
-    print(f"loss after {STEPS} steps: {loss:.3f}")  # noqa: T201
+    print(f"loss after {STEPS} steps: {loss:.3f}")
     named = dict(model.named_parameters())
     write(folder, "weights.f32", slices(named))
     for moment in ("exp_avg", "exp_avg_sq"):

@@ -1,9 +1,9 @@
 //! Interleaved range ANS over bytes with a static table (FORMAT.md, "Coded streams"), without its framing.
 //!
 //! Symbol `i` belongs to lane `i % lanes`. Each lane has a state in `STATE_MIN..STATE_MIN << 16` that
-//! takes or gives 16 bits at a time, all lanes from one sequence of words. 32 lanes run as four vectors;
-//! a few lanes serve short streams, whose states would outweigh their symbols.
-//! The states stay below 2^31 whatever the words and the table, so that both paths agree on every input.
+//! takes or gives 16 bits at a time, all lanes from one sequence of words. 64 lanes run as eight vectors,
+//! enough for one to compute while another waits for its table; a few lanes serve short streams, whose
+//! states would outweigh their symbols. The states stay below 2^31 whatever the words and the table, so that both paths agree on every input.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
