@@ -1,4 +1,9 @@
 //! Which codec a chunk gets: the one that stores least, where it gains enough to be worth decoding.
+#![expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "lengths are far below 2^52, and never negative"
+)]
 
 use crate::format::limits::CHUNK_BYTES_RANGE;
 use crate::format::model::Codec;
@@ -7,7 +12,7 @@ use crate::tensor::Dtype;
 use super::estimate::{self, BaseEstimate, Elements, PlanesEstimate, Sample};
 use super::stream::GAIN_SHARE;
 use super::words::Transform;
-use super::{Effort, Scratch, planes, sparse, zstandard};
+use super::{Effort, Scratch, Workspace, planes, sparse, zstandard};
 
 /// A difference ties a chunk to its base: it must store at most this share of what the chunk takes alone.
 const BASE_SHARE: f64 = 0.9;
@@ -73,7 +78,7 @@ impl Chunk<'_> {
     }
 
     fn estimate_self(&self, scratch: &mut Scratch) -> SelfEstimate {
-        let Scratch { planes, sample, .. } = scratch;
+        let Scratch { workspace: Workspace { planes, .. }, sample, .. } = scratch;
         sample.clear();
         estimate::append_sample(self.raw, sample);
         let sampled = Sample { raw: sample, element_count: self.element_count() };
@@ -84,7 +89,7 @@ impl Chunk<'_> {
     }
 
     fn estimate_base(&self, base: &[u8], scratch: &mut Scratch) -> BaseEstimate {
-        let Scratch { planes, sample, base_sample, .. } = scratch;
+        let Scratch { workspace: Workspace { planes, .. }, sample, base_sample, .. } = scratch;
         base_sample.clear();
         estimate::append_sample(base, base_sample);
         let sampled = Sample { raw: sample, element_count: self.element_count() };
@@ -122,7 +127,7 @@ impl Chunk<'_> {
         let may_repeat =
             !self.elements.is_float || sampled_zstd_share(scratch, sampled.planes.share).is_some();
         let whole = Sample { raw: self.raw, element_count: self.element_count() };
-        let exact = estimate::self_contained(self.elements, whole, &mut scratch.planes);
+        let exact = estimate::self_contained(self.elements, whole, &mut scratch.workspace.planes);
         self.encode_planes(exact, scratch, out);
         let mut codec = Codec::Planes;
         let mut candidate = std::mem::take(&mut scratch.candidate);
@@ -135,7 +140,7 @@ impl Chunk<'_> {
         }
         codec = self.kept(codec, out);
         if let Some(base) = self.base {
-            let estimate = estimate::with_base(self.elements, whole, base, &mut scratch.planes);
+            let estimate = estimate::with_base(self.elements, whole, base, &mut scratch.workspace.planes);
             for is_sparse in [false, true] {
                 candidate.clear();
                 let found = self.encode_with_base(base, &estimate, is_sparse, scratch, &mut candidate);
@@ -157,8 +162,7 @@ impl Chunk<'_> {
     fn encode_planes(&self, estimate: PlanesEstimate, scratch: &mut Scratch, out: &mut Vec<u8>) {
         let Elements { width_bytes, rotation_bits, .. } = self.elements;
         let transform = Transform::Rotation(rotation_bits);
-        let Scratch { coder, planes, .. } = scratch;
-        planes::encode(width_bytes, transform, estimate.verbatim, self.raw, coder, planes, out);
+        planes::encode(width_bytes, transform, estimate.verbatim, self.raw, &mut scratch.workspace, out);
     }
 
     /// Appends the difference from the base; too many changes for [`Codec::Sparse`] make it
@@ -172,12 +176,12 @@ impl Chunk<'_> {
         out: &mut Vec<u8>,
     ) -> Codec {
         let Elements { width_bytes, order, .. } = self.elements;
-        let Scratch { coder, changes, planes, .. } = scratch;
-        if is_sparse && sparse::encode(width_bytes, order, base, self.raw, coder, changes, planes, out) {
+        let workspace = &mut scratch.workspace;
+        if is_sparse && sparse::encode(width_bytes, order, base, self.raw, workspace, out) {
             return Codec::Sparse;
         }
         let transform = Transform::Difference(order, base);
-        planes::encode(width_bytes, transform, estimate.delta.verbatim, self.raw, coder, planes, out);
+        planes::encode(width_bytes, transform, estimate.delta.verbatim, self.raw, workspace, out);
         Codec::Delta
     }
 

@@ -1,4 +1,5 @@
 //! How far a chunk would shrink, from a sample of it: which planes to code, and which codec to take.
+#![expect(clippy::cast_precision_loss, reason = "lengths are far below 2^52")]
 
 use crate::tensor::Dtype;
 

@@ -115,7 +115,7 @@ pub(super) fn read(input: &mut Input<'_>) -> Result<Frequencies> {
             continue;
         }
         let frequency =
-            if low < LONG_FREQUENCY { low } else { low - LONG_FREQUENCY | u16::from(input.byte()?) << 7 };
+            if low < LONG_FREQUENCY { low } else { (low - LONG_FREQUENCY) | u16::from(input.byte()?) << 7 };
         table[symbol] = frequency;
         sum += u32::from(frequency);
         symbol += 1;
@@ -155,7 +155,7 @@ mod tests {
             let symbols: Vec<u8> = (0..length).map(|index| (index * index % 7) as u8).collect();
             let counts = count(&symbols);
             for symbol in 0..=255_u8 {
-                let expected = symbols.iter().filter(|&&found| found == symbol).count();
+                let expected = symbols.iter().filter(|found| **found == symbol).collect::<Vec<_>>().len();
                 assert_eq!(counts[usize::from(symbol)] as usize, expected);
             }
         }

@@ -36,13 +36,20 @@ pub enum Effort {
 /// Buffers of one worker, reused from chunk to chunk: once warm, coding allocates nothing.
 #[derive(Default)]
 pub struct Scratch {
-    coder: stream::Coder,
-    changes: sparse::Changes,
+    workspace: Workspace,
     contexts: zstandard::Contexts,
-    planes: Vec<u8>,
     sample: Vec<u8>,
     base_sample: Vec<u8>,
     candidate: Vec<u8>,
+}
+
+/// What the codecs of our own work with.
+#[derive(Default)]
+struct Workspace {
+    coder: stream::Coder,
+    /// Planes that are coded or were decoded, one behind the other.
+    planes: Vec<u8>,
+    changes: sparse::Changes,
 }
 
 impl std::fmt::Debug for Scratch {
@@ -67,7 +74,7 @@ pub fn decode(
     raw: &mut [u8],
     scratch: &mut Scratch,
 ) -> Result<()> {
-    let Scratch { coder, contexts, planes, .. } = scratch;
+    let Scratch { workspace, contexts, .. } = scratch;
     match codec {
         Codec::Store if stored.len() == raw.len() => {
             raw.copy_from_slice(stored);
@@ -77,14 +84,14 @@ pub fn decode(
             "stored chunk",
             format!("has {} bytes, but the raw chunk has: {}", stored.len(), raw.len()),
         )),
-        Codec::Planes => planes::decode(Input::new(stored), None, raw, coder, planes),
+        Codec::Planes => planes::decode(Input::new(stored), None, raw, workspace),
         Codec::Delta => {
             let base = checked_base(base, raw.len())?;
-            planes::decode(Input::new(stored), Some(base), raw, coder, planes)
+            planes::decode(Input::new(stored), Some(base), raw, workspace)
         }
         Codec::Sparse => {
             let base = checked_base(base, raw.len())?;
-            sparse::decode(Input::new(stored), base, raw, coder, planes)
+            sparse::decode(Input::new(stored), base, raw, workspace)
         }
         Codec::Zstd => contexts.decompress(stored, raw),
         Codec::Rounded => Err(Error::invalid("codec", "`rounded` stores no bytes of its own to decode")),

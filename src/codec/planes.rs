@@ -2,8 +2,8 @@
 
 use crate::error::Result;
 
+use super::Workspace;
 use super::input::{Input, flaw};
-use super::stream::Coder;
 use super::words::{self, Order, Transform};
 
 /// Most bytes of an element.
@@ -18,10 +18,10 @@ pub(super) fn encode(
     transform: Transform<'_>,
     verbatim: Verbatim,
     raw: &[u8],
-    coder: &mut Coder,
-    planes: &mut Vec<u8>,
+    workspace: &mut Workspace,
     out: &mut Vec<u8>,
 ) {
+    let Workspace { coder, planes, .. } = workspace;
     let count = raw.len() / width_bytes;
     let detail = match transform {
         Transform::Rotation(bits) => bits as u8,
@@ -53,9 +53,9 @@ pub(super) fn decode(
     mut input: Input<'_>,
     base: Option<&[u8]>,
     raw: &mut [u8],
-    coder: &mut Coder,
-    planes: &mut Vec<u8>,
+    workspace: &mut Workspace,
 ) -> Result<()> {
+    let Workspace { coder, planes, .. } = workspace;
     let width_bytes = read_width(&mut input)?;
     let detail = input.byte()?;
     let transform = match base {

@@ -1,11 +1,12 @@
 //! The few elements that differ from a base chunk: gaps between them, and differences (FORMAT.md, "Sparse").
+#![expect(clippy::inline_always, reason = "only what is inlined is compiled for wide vectors")]
 
 use crate::error::Result;
 use crate::kernel::with_wide_vectors;
 
+use super::Workspace;
 use super::input::{Input, flaw};
 use super::planes::{WIDTH_LIMIT_BYTES, grow, read_width};
-use super::stream::Coder;
 use super::words::{self, BLOCK_WORDS, Order, Transform, Word, by_width};
 
 /// A gap byte that means: so many unchanged elements, and the gap goes on.
@@ -86,11 +87,10 @@ pub(super) fn encode(
     order: Order,
     base: &[u8],
     raw: &[u8],
-    coder: &mut Coder,
-    changes: &mut Changes,
-    planes: &mut Vec<u8>,
+    workspace: &mut Workspace,
     out: &mut Vec<u8>,
 ) -> bool {
+    let Workspace { coder, planes, changes } = workspace;
     let element_count = raw.len() / width_bytes;
     if !changes.find(width_bytes, Transform::Difference(order, base), raw, element_count / 2) {
         return false;
@@ -102,7 +102,8 @@ pub(super) fn encode(
     out.extend_from_slice(&(changes.gaps.len() as u32).to_le_bytes());
     coder.append(&changes.gaps, out);
     grow(planes, count);
-    for plane in 0..width_bytes {
+    let plane_count = if count > 0 { width_bytes } else { 0 };
+    for plane in 0..plane_count {
         let bytes = &mut planes[..count];
         for (byte, difference) in bytes.iter_mut().zip(&changes.differences) {
             *byte = difference.byte(plane);
@@ -118,9 +119,9 @@ pub(super) fn decode(
     mut input: Input<'_>,
     base: &[u8],
     raw: &mut [u8],
-    coder: &mut Coder,
-    planes: &mut Vec<u8>,
+    workspace: &mut Workspace,
 ) -> Result<()> {
+    let Workspace { coder, planes, .. } = workspace;
     let width_bytes = read_width(&mut input)?;
     let order = Order::from_number(input.byte()?)?;
     let element_count = raw.len() / width_bytes;
@@ -137,15 +138,11 @@ pub(super) fn decode(
     grow(planes, gap_count + count * width_bytes);
     let (gaps, rest) = planes.split_at_mut(gap_count);
     coder.read(&mut input, gaps)?;
+    let rest = &mut rest[..count * width_bytes];
     let mut sources: [&[u8]; WIDTH_LIMIT_BYTES] = Default::default();
     for (source, plane) in sources[..width_bytes].iter_mut().zip(rest.chunks_exact_mut(count.max(1))) {
         coder.read(&mut input, plane)?;
         *source = plane;
-    }
-    if count == 0 {
-        for _ in 0..width_bytes {
-            coder.read(&mut input, &mut [])?;
-        }
     }
     raw.copy_from_slice(base);
     let tail = &mut raw[element_count * width_bytes..];

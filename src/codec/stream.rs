@@ -2,6 +2,7 @@
 //!
 //! The coder is static and of order 0: one table for each stream, from its exact histogram. Streams say
 //! nothing of how many symbols they have: who reads one knows.
+#![expect(clippy::cast_precision_loss, reason = "lengths are far below 2^52")]
 
 use crate::error::Result;
 use crate::kernel::rans::{self, NARROW_LANES, WIDE_LANES};
@@ -13,7 +14,7 @@ use super::input::{Input, flaw};
 /// time and gain nothing worth it.
 pub(super) const GAIN_SHARE: f64 = 0.97;
 /// Shorter streams use few lanes: the states of many would outweigh their symbols.
-const WIDE_FROM_SYMBOLS: usize = 16 * 1024;
+const WIDE_FROM_SYMBOLS: usize = 32 * 1024;
 
 const MODE_RAW: u8 = 0;
 const MODE_CONSTANT: u8 = 1;

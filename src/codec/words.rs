@@ -3,6 +3,7 @@
 //! A transform maps each element to a word of the same width, one to one: rotated, so that an exponent
 //! fills one byte; or the difference from the element of a base chunk, in an order that floats of nearby
 //! value share. Plane `p` holds byte `p` of every word, from the least significant one.
+#![expect(clippy::inline_always, reason = "only what is inlined is compiled for wide vectors")]
 
 use crate::error::Result;
 use crate::kernel::with_wide_vectors;
@@ -10,7 +11,7 @@ use crate::kernel::with_wide_vectors;
 use super::input::flaw;
 
 /// Words that are transformed at once: they stay in the nearest cache between two passes.
-pub(super) const BLOCK_WORDS: usize = 1024;
+pub(super) const BLOCK_WORDS: usize = 512;
 
 /// In which order the words of a dtype are subtracted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +64,10 @@ pub(super) trait Word: Copy + Default + 'static {
     fn unrotated(self, bits: u32) -> Self;
     /// The bits that are flipped in negative words to bring them into this order.
     fn flip_mask(order: Order) -> Self;
+    /// All ones for a word with the top bit set, else 0.
+    fn sign_fill(self) -> Self;
+    /// Flipped where negative. The sign stays, so that this is its own inverse.
+    fn ordered(self, flip_mask: Self) -> Self;
     /// The zigzag difference of two elements.
     fn difference(self, base: Self, flip_mask: Self) -> Self;
     /// The element at this zigzag difference from `self`.
@@ -73,8 +78,6 @@ pub(super) trait Word: Copy + Default + 'static {
     fn with_byte(self, plane: usize, byte: u8) -> Self;
     /// Widened to 64 bits.
     fn widened(self) -> u64;
-    /// Narrowed from 64 bits.
-    fn narrowed(word: u64) -> Self;
 }
 
 macro_rules! implement_word {
@@ -115,33 +118,25 @@ macro_rules! implement_word {
             }
 
             #[inline(always)]
+            fn sign_fill(self) -> Self {
+                (self.cast_signed() >> (Self::BITS - 1)).cast_unsigned()
+            }
+
+            #[inline(always)]
             fn difference(self, base: Self, flip_mask: Self) -> Self {
-                let difference = ordered(self, flip_mask).wrapping_sub(ordered(base, flip_mask));
-                return difference << 1 ^ sign(difference);
-
-                #[inline(always)]
-                fn ordered(word: $word, flip_mask: $word) -> $word {
-                    word ^ (sign(word) & flip_mask)
-                }
-
-                /// All ones for a negative word, else 0.
-                #[inline(always)]
-                fn sign(word: $word) -> $word {
-                    (word.cast_signed() >> (<$word>::BITS - 1)).cast_unsigned()
-                }
+                let difference = self.ordered(flip_mask).wrapping_sub(base.ordered(flip_mask));
+                difference << 1 ^ difference.sign_fill()
             }
 
             #[inline(always)]
             fn moved(self, difference: Self, flip_mask: Self) -> Self {
-                let ordered = self ^ (sign(self) & flip_mask);
-                let moved = ordered.wrapping_add(difference >> 1 ^ (difference & 1).wrapping_neg());
-                // Flipping keeps the sign, so that it is its own inverse.
-                return moved ^ (sign(moved) & flip_mask);
+                let difference = difference >> 1 ^ (difference & 1).wrapping_neg();
+                self.ordered(flip_mask).wrapping_add(difference).ordered(flip_mask)
+            }
 
-                #[inline(always)]
-                fn sign(word: $word) -> $word {
-                    (word.cast_signed() >> (<$word>::BITS - 1)).cast_unsigned()
-                }
+            #[inline(always)]
+            fn ordered(self, flip_mask: Self) -> Self {
+                self ^ (self.sign_fill() & flip_mask)
             }
 
             #[inline(always)]
@@ -150,20 +145,13 @@ macro_rules! implement_word {
             }
 
             #[inline(always)]
-            #[expect(clippy::cast_lossless, reason = "`From` of the same type is a cast of another lint")]
             fn with_byte(self, plane: usize, byte: u8) -> Self {
-                self | (byte as Self) << (8 * plane)
+                self | Self::from(byte) << (8 * plane)
             }
 
             #[inline(always)]
-            #[expect(clippy::cast_lossless, reason = "`From` of the same type is a cast of another lint")]
             fn widened(self) -> u64 {
-                self as u64
-            }
-
-            #[inline(always)]
-            fn narrowed(word: u64) -> Self {
-                word as Self
+                u64::from(self)
             }
         }
     )*};

@@ -1,9 +1,10 @@
-//! 32 lanes as four vectors of eight: the word-based coder of Fabian Giesen ("Interleaved entropy coders",
+//! 64 lanes as eight vectors of eight: the word-based coder of Fabian Giesen ("Interleaved entropy coders",
 //! 2014), widened.
 //!
 //! A group is one symbol of each lane. Within a group the words of lower lanes come first, so a decoder
 //! deals consecutive words to the lanes that need one, and an encoder that walks backwards packs those
 //! that give one to the end of what it still has.
+#![expect(clippy::cast_ptr_alignment, reason = "loads and stores may be unaligned")]
 
 use std::arch::x86_64::{
     __m128i, __m256i, _mm_loadl_epi64, _mm_loadu_si128, _mm_storeu_si128, _mm256_add_epi32, _mm256_and_si256,
@@ -71,7 +72,7 @@ const fn pack() -> [[u8; VECTOR_LANES]; 256] {
 fn load_states(states: &[u32; WIDE_LANES]) -> [__m256i; VECTORS] {
     let (vectors, _) = states.as_chunks::<VECTOR_LANES>();
     std::array::from_fn(|vector| {
-        // SAFETY: `vectors` are four arrays of eight 32-bit integers, 32 bytes each.
+        // SAFETY: `vectors` are arrays of eight 32-bit integers, 32 bytes each.
         unsafe { _mm256_loadu_si256(vectors[vector].as_ptr().cast()) }
     })
 }
@@ -100,7 +101,7 @@ fn splat(value: u32) -> __m256i {
 /// Bit mask of the lanes in which a comparison held.
 #[target_feature(enable = "avx2")]
 fn mask_of(comparison: __m256i) -> usize {
-    _mm256_movemask_ps(_mm256_castsi256_ps(comparison)) as usize & 0xFF
+    _mm256_movemask_ps(_mm256_castsi256_ps(comparison)).cast_unsigned() as usize & 0xFF
 }
 
 /// Codes groups from the last to the first, writes words down from the end of `buffer` and returns where
@@ -131,7 +132,7 @@ pub(super) fn encode(
 
 /// Codes one symbol of each lane; returns how many bytes of words now stand before `free` in the window.
 ///
-/// `free` is at least [`VECTOR_WORD_BYTES`]: each of the four vectors of a group takes at most so many.
+/// `free` is at least [`VECTOR_WORD_BYTES`]: each of the vectors of a group takes at most so many.
 #[target_feature(enable = "avx2")]
 #[inline]
 fn encode_vector(
@@ -151,7 +152,7 @@ fn encode_vector(
     };
     let complement = _mm256_and_si256(parameters, splat(COMPLEMENT_MASK));
     let frequency = _mm256_sub_epi32(splat(PROBABILITY_SUM), complement);
-    let limit = _mm256_slli_epi32::<{ LIMIT_SHIFT as i32 }>(frequency);
+    let limit = _mm256_slli_epi32::<{ LIMIT_SHIFT.cast_signed() }>(frequency);
     // States and limits are below 2^31, so a signed comparison is right.
     let stays = _mm256_cmpgt_epi32(limit, *state);
     let gives = mask_of(stays) ^ 0xFF;
@@ -163,13 +164,14 @@ fn encode_vector(
     // SAFETY: `target` is 16 bytes long and borrowed mutably.
     unsafe { _mm_storeu_si128(target.as_mut_ptr().cast::<__m128i>(), _mm256_castsi256_si128(words)) };
 
-    let given = _mm256_srli_epi32::<16>(*state);
-    let current = _mm256_blendv_epi8(given, *state, stays);
+    let shifted = _mm256_srli_epi32::<16>(*state);
+    let current = _mm256_blendv_epi8(shifted, *state, stays);
     let even = _mm256_srli_epi64::<32>(_mm256_mul_epu32(current, reciprocal));
     let odd = _mm256_mul_epu32(_mm256_srli_epi64::<32>(current), _mm256_srli_epi64::<32>(reciprocal));
     let high = _mm256_blend_epi32::<0b1010_1010>(even, odd);
-    let quotient = _mm256_srlv_epi32(high, _mm256_srli_epi32::<{ QUOTIENT_SHIFT as i32 }>(parameters));
-    let bias = _mm256_and_si256(_mm256_srli_epi32::<{ BIAS_SHIFT as i32 }>(parameters), splat(BIAS_MASK));
+    let quotient = _mm256_srlv_epi32(high, _mm256_srli_epi32::<{ QUOTIENT_SHIFT.cast_signed() }>(parameters));
+    let bias =
+        _mm256_and_si256(_mm256_srli_epi32::<{ BIAS_SHIFT.cast_signed() }>(parameters), splat(BIAS_MASK));
     *state = _mm256_add_epi32(_mm256_add_epi32(current, bias), _mm256_mullo_epi32(quotient, complement));
     gives.count_ones() as usize * WORD_BYTES
 }
@@ -179,23 +181,21 @@ fn encode_vector(
 pub(super) fn decode<'a>(
     table: &DecodeTable,
     states: &mut [u32; WIDE_LANES],
-    mut words: &'a [u8],
+    words: &'a [u8],
     groups: &mut [[u8; WIDE_LANES]],
 ) -> Option<&'a [u8]> {
     let mut vectors = load_states(states);
-    let mut done = 0;
-    while let (Some(window), Some(group)) = (words.first_chunk::<GROUP_BYTES>(), groups.get_mut(done)) {
-        let taken = decode_group(table, &mut vectors, window, group);
-        words = &words[taken..];
-        done += 1;
-    }
-    // Less than a group's words are left, but perhaps many groups: few words serve many symbols where one
-    // symbol has almost all of the probability.
-    let mut padded = [0; 2 * GROUP_BYTES];
-    padded[..words.len().min(GROUP_BYTES)].copy_from_slice(&words[..words.len().min(GROUP_BYTES)]);
+    // Few words may serve many groups, where one symbol has almost all of the probability: so the last
+    // words, with zeros behind them, are read as fast as the others.
+    let tail_start = words.len().saturating_sub(GROUP_BYTES);
+    let mut tail = [0; 2 * GROUP_BYTES];
+    tail[..words.len() - tail_start].copy_from_slice(&words[tail_start..]);
     let mut position = 0;
-    for group in &mut groups[done..] {
-        let window = padded[position..].first_chunk::<GROUP_BYTES>()?;
+    for group in groups {
+        let window = match words[position..].first_chunk::<GROUP_BYTES>() {
+            Some(window) => window,
+            None => tail[position - tail_start..].first_chunk::<GROUP_BYTES>()?,
+        };
         position += decode_group(table, &mut vectors, window, group);
         if position > words.len() {
             return None;
@@ -215,24 +215,27 @@ fn decode_group(
     group: &mut [u8; WIDE_LANES],
 ) -> usize {
     let mut taken = 0;
-    let mut symbols = [splat(0); VECTORS];
-    for (state, symbol) in vectors.iter_mut().zip(&mut symbols) {
-        *symbol = decode_vector(table, state, window, &mut taken);
+    let (targets, _) = group.as_chunks_mut::<{ 4 * VECTOR_LANES }>();
+    let (quartets, _) = vectors.as_chunks_mut::<4>();
+    for (target, [first, second, third, fourth]) in targets.iter_mut().zip(quartets) {
+        let first = decode_vector(table, first, window, &mut taken);
+        let second = decode_vector(table, second, window, &mut taken);
+        let third = decode_vector(table, third, window, &mut taken);
+        let fourth = decode_vector(table, fourth, window, &mut taken);
+        let low = _mm256_packus_epi32(first, second);
+        let high = _mm256_packus_epi32(third, fourth);
+        // Packing works in halves of 128 bits: put runs of four symbols back in order.
+        let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        let bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+        // SAFETY: the target is 32 bytes, borrowed mutably.
+        unsafe { _mm256_storeu_si256(target.as_mut_ptr().cast(), bytes) };
     }
-    let [first, second, third, fourth] = symbols;
-    let low = _mm256_packus_epi32(first, second);
-    let high = _mm256_packus_epi32(third, fourth);
-    // Packing works in halves of 128 bits: put runs of four symbols back in order.
-    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    let bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
-    // SAFETY: the group is 32 bytes, borrowed mutably.
-    unsafe { _mm256_storeu_si256(group.as_mut_ptr().cast(), bytes) };
     taken
 }
 
 /// Decodes one symbol of each lane from the words at `taken`, and moves it on.
 ///
-/// `taken` is at most 48: each of the four vectors of a group takes at most [`VECTOR_WORD_BYTES`].
+/// `taken` leaves [`VECTOR_WORD_BYTES`] in the window: each of the vectors of a group takes at most so many.
 #[target_feature(enable = "avx2")]
 #[inline]
 fn decode_vector(
@@ -244,9 +247,10 @@ fn decode_vector(
     let index = _mm256_and_si256(*state, splat(SLOT_MASK));
     // SAFETY: each index is below 4096, the number of entries of four bytes.
     let slot = unsafe { _mm256_i32gather_epi32::<4>(table.0.as_ptr().cast(), index) };
-    let frequency = _mm256_srli_epi32::<{ FREQUENCY_SHIFT as i32 }>(slot);
-    let distance = _mm256_and_si256(_mm256_srli_epi32::<{ DISTANCE_SHIFT as i32 }>(slot), splat(SLOT_MASK));
-    let quotient = _mm256_srli_epi32::<{ PROBABILITY_BITS as i32 }>(*state);
+    let frequency = _mm256_srli_epi32::<{ FREQUENCY_SHIFT.cast_signed() }>(slot);
+    let distance =
+        _mm256_and_si256(_mm256_srli_epi32::<{ DISTANCE_SHIFT.cast_signed() }>(slot), splat(SLOT_MASK));
+    let quotient = _mm256_srli_epi32::<{ PROBABILITY_BITS.cast_signed() }>(*state);
     let reduced = _mm256_add_epi32(_mm256_mullo_epi32(frequency, quotient), distance);
 
     let needs = _mm256_cmpgt_epi32(splat(STATE_MIN), reduced);

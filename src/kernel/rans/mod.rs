@@ -1,12 +1,14 @@
 //! Interleaved range ANS over bytes with a static table (FORMAT.md, "Coded streams"), without its framing.
 //!
 //! Symbol `i` belongs to lane `i % lanes`. Each lane has a state in `STATE_MIN..STATE_MIN << 16` that
-//! takes or gives 16 bits at a time, all lanes from one sequence of words. 32 lanes run as four vectors;
-//! a few lanes serve short streams, whose states would outweigh their symbols.
-//! The states stay below 2^31 whatever the words and the table, so that both paths agree on every input.
+//! takes or gives 16 bits at a time, all lanes from one sequence of words. 64 lanes run as four or
+//! eight vectors, enough for one to compute while another waits for its table; a few lanes serve short streams, whose
+//! states would outweigh their symbols. The states stay below 2^31 whatever the words and the table, so that both paths agree on every input.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod scalar;
 #[cfg(test)]
 mod tests;
@@ -18,13 +20,13 @@ pub const PROBABILITY_SUM: u32 = 1 << PROBABILITY_BITS;
 /// Lower bound of a state between symbols, and the state that coding starts and decoding ends with.
 pub const STATE_MIN: u32 = 1 << 15;
 /// Lanes of a long stream.
-pub const WIDE_LANES: usize = 32;
+pub const WIDE_LANES: usize = 64;
 /// Lanes of a short stream.
 pub const NARROW_LANES: usize = 4;
 /// Bytes of a word.
 const WORD_BYTES: usize = 2;
 /// What [`encode`] needs beyond two bytes for each symbol.
-const SLACK_BYTES: usize = 64;
+const SLACK_BYTES: usize = WORD_BYTES * WIDE_LANES;
 
 const SLOT_MASK: u32 = PROBABILITY_SUM - 1;
 
@@ -117,9 +119,93 @@ pub fn buffer_length_bytes(symbol_count: usize) -> usize {
     symbol_count * WORD_BYTES + SLACK_BYTES
 }
 
+/// Ways to the same result. One exists only where this machine was found to have what it needs: they
+/// come from [`Path::all`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Path {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Path {
+    /// The ways of this machine, the fastest last.
+    fn all() -> impl Iterator<Item = Self> {
+        let portable = std::iter::once(Self::Portable);
+        #[cfg(target_arch = "x86_64")]
+        let portable = {
+            let has_avx2 = is_x86_feature_detected!("avx2");
+            let has_avx512 = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl");
+            portable.chain(has_avx2.then_some(Self::Avx2)).chain(has_avx512.then_some(Self::Avx512))
+        };
+        portable
+    }
+
+    fn best() -> Self {
+        Self::all().last().unwrap_or(Self::Portable)
+    }
+
+    /// As [`encode`].
+    fn encode<const LANES: usize>(
+        self,
+        table: &EncodeTable,
+        symbols: &[u8],
+        states: &mut [u32; LANES],
+        buffer: &mut [u8],
+    ) -> usize {
+        assert!(buffer.len() >= buffer_length_bytes(symbols.len()), "the buffer holds all words");
+        *states = [STATE_MIN; LANES];
+        #[cfg(target_arch = "x86_64")]
+        if self != Self::Portable
+            && let Ok(states) = <&mut [u32; WIDE_LANES]>::try_from(states.as_mut_slice())
+        {
+            let (groups, rest) = symbols.as_chunks::<WIDE_LANES>();
+            let end = scalar::encode(table, rest, states, buffer);
+            let buffer = &mut buffer[..end];
+            // SAFETY: this way exists because the features it uses were detected.
+            return unsafe {
+                match self {
+                    Self::Avx512 => avx512::encode(table, groups, states, buffer),
+                    _ => avx2::encode(table, groups, states, buffer),
+                }
+            };
+        }
+        scalar::encode(table, symbols, states, buffer)
+    }
+
+    /// Decodes symbols; returns the words that are left, or `None` where there are too few.
+    fn decode<'a, const LANES: usize>(
+        self,
+        table: &DecodeTable,
+        states: &mut [u32; LANES],
+        words: &'a [u8],
+        symbols: &mut [u8],
+    ) -> Option<&'a [u8]> {
+        #[cfg(target_arch = "x86_64")]
+        if self != Self::Portable
+            && let Ok(states) = <&mut [u32; WIDE_LANES]>::try_from(states.as_mut_slice())
+        {
+            let (groups, rest) = symbols.as_chunks_mut::<WIDE_LANES>();
+            // SAFETY: this way exists because the features it uses were detected.
+            let words = unsafe {
+                match self {
+                    Self::Avx512 => avx512::decode(table, states, words, groups),
+                    _ => avx2::decode(table, states, words, groups),
+                }
+            }?;
+            return scalar::decode(table, states, words, rest);
+        }
+        scalar::decode(table, states, words, symbols)
+    }
+}
+
 /// Codes the symbols; returns where in `buffer` the words start, which end with it.
 ///
-/// Every symbol has a frequency of at least 1 in the table. `states` are those to be stored.
+/// Every symbol has a frequency of at least 1 in the table. `states` become those to be stored.
 ///
 /// # Panics
 /// If the buffer is shorter than [`buffer_length_bytes`] says.
@@ -129,19 +215,7 @@ pub fn encode<const LANES: usize>(
     states: &mut [u32; LANES],
     buffer: &mut [u8],
 ) -> usize {
-    assert!(buffer.len() >= buffer_length_bytes(symbols.len()), "the buffer holds the words of every symbol");
-    *states = [STATE_MIN; LANES];
-    let end = buffer.len();
-    #[cfg(target_arch = "x86_64")]
-    if let Some(states) = wide(states)
-        && is_x86_feature_detected!("avx2")
-    {
-        let (groups, rest) = symbols.as_chunks::<WIDE_LANES>();
-        let end = scalar::encode(table, rest, states, &mut buffer[..end]);
-        // SAFETY: AVX2 was detected on this machine a few lines above.
-        return unsafe { avx2::encode(table, groups, states, &mut buffer[..end]) };
-    }
-    scalar::encode(table, symbols, states, &mut buffer[..end])
+    Path::best().encode(table, symbols, states, buffer)
 }
 
 /// Decodes as many symbols as there is room for; false where the words are not exactly those of so many
@@ -155,31 +229,6 @@ pub fn decode<const LANES: usize>(
     if states.iter().any(|state| !(STATE_MIN..STATE_MIN << 16).contains(state)) {
         return false;
     }
-    let rest = decode_all(table, states, words, symbols);
+    let rest = Path::best().decode(table, states, words, symbols);
     rest.is_some_and(<[u8]>::is_empty) && states.iter().all(|&state| state == STATE_MIN)
-}
-
-/// The words that are left, or `None` where there are too few.
-fn decode_all<'a, const LANES: usize>(
-    table: &DecodeTable,
-    states: &mut [u32; LANES],
-    words: &'a [u8],
-    symbols: &mut [u8],
-) -> Option<&'a [u8]> {
-    #[cfg(target_arch = "x86_64")]
-    if let Some(states) = wide(states)
-        && is_x86_feature_detected!("avx2")
-    {
-        let (groups, rest) = symbols.as_chunks_mut::<WIDE_LANES>();
-        // SAFETY: AVX2 was detected on this machine a few lines above.
-        let words = unsafe { avx2::decode(table, states, words, groups) }?;
-        return scalar::decode(table, states, words, rest);
-    }
-    scalar::decode(table, states, words, symbols)
-}
-
-/// The states as those of a long stream, where they are.
-#[cfg(target_arch = "x86_64")]
-fn wide<const LANES: usize>(states: &mut [u32; LANES]) -> Option<&mut [u32; WIDE_LANES]> {
-    states.as_mut_slice().try_into().ok()
 }
