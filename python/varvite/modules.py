@@ -82,7 +82,8 @@ def read_plain(module: torch.nn.Module) -> PlainModule | None:
 
     Returns:
         `None` where a wrapper, a hook, an overridden method, extra state or a parameter of another class
-        may make its state another than its parameters and buffers: then only its methods know it.
+        may make its state another than its parameters and buffers, and where a part is met twice, which
+        may be a loop: then only its methods know it.
 
     Example:
         >>> import torch
@@ -90,10 +91,14 @@ def read_plain(module: torch.nn.Module) -> PlainModule | None:
         ['weight', 'bias']
     """
     plain_types: set[type] = set()
+    met: set[int] = set()
     plain = PlainModule({}, {})
     pending = [("", module)]
     while pending:
         prefix, part = pending.pop()
+        if id(part) in met:
+            return None
+        met.add(id(part))
         kind = type(part)
         if kind not in plain_types:
             if not _is_plain_type(kind):

@@ -269,21 +269,19 @@ class WithExtraState(torch.nn.Linear):
         pass
 
 
-def shared_parts() -> torch.nn.Module:
-    part = torch.nn.Linear(2, 2)
-    model = torch.nn.Sequential(
-        part, torch.nn.Sequential(part, torch.nn.BatchNorm1d(2)), torch.nn.Linear(2, 2)
-    )
-    model[2].weight = part.weight
+def tied_and_absent() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    model[2].weight = model[0].weight
     model[2].register_parameter("absent", None)
     model[2].register_buffer("fleeting", torch.zeros(1), persistent=False)
     model[2].register_buffer("none", None)
+    model[2].register_module("nothing", None)
     return model
 
 
 PLAIN: dict[str, Callable[[], torch.nn.Module]] = {
     "linear": lambda: torch.nn.Linear(2, 2),
-    "shared": shared_parts,
+    "tied and absent": tied_and_absent,
     "transformer": lambda: torch.nn.TransformerEncoderLayer(4, 2, 4, batch_first=True),
     "lists": lambda: torch.nn.ParameterList([torch.zeros(1), torch.zeros(2)]),
     "dicts": lambda: torch.nn.ModuleDict({"module": torch.nn.LSTM(2, 2)}),
@@ -330,12 +328,25 @@ def with_parameter_class() -> torch.nn.Module:
     return module
 
 
+def shared() -> torch.nn.Module:
+    part = torch.nn.Linear(1, 1)
+    return torch.nn.Sequential(part, torch.nn.Sequential(part))
+
+
+def loop() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].parent = model
+    return model
+
+
 OWN_WAYS: dict[str, Callable[[], torch.nn.Module]] = {
     "hook": hooked,
     "hook before": hooked_before,
     "extra state": lambda: torch.nn.Sequential(WithExtraState(1, 1)),
     "attribute": overridden_by_attribute,
     "parameter class": with_parameter_class,
+    "shared": shared,
+    "loop": loop,
     "lazy": lambda: torch.nn.LazyLinear(1),
     "wrapper": lambda: torch.nn.Sequential(torch.nn.DataParallel(torch.nn.Linear(1, 1))),
     "script": lambda: torch.jit.script(torch.nn.Linear(1, 1)),
