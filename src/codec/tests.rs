@@ -185,7 +185,7 @@ fn assert_decodes(name: &str, codec: Codec, stored: &[u8], raw: &[u8], base: Opt
 }
 
 #[test]
-fn the_portable_transform_gives_the_same_planes() {
+fn differences_are_those_of_the_ranks() {
     let raw = every_head();
     let base: Vec<u8> = raw.iter().rev().copied().collect();
     for order in [words::Order::Integer, words::Order::Float] {
