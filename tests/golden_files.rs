@@ -5,17 +5,21 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panic")]
 
+#[path = "golden/coded.rs"]
+mod coded;
 #[path = "golden/generate.rs"]
 mod generate;
 
 use generate::{REPOSITORY_ID, payload};
+use varvite::codec::{self, Scratch};
 use varvite::digest::ChunkDigest;
 use varvite::error::Error;
 use varvite::format::manifest;
 use varvite::format::marker::Marker;
-use varvite::format::model::Manifest;
+use varvite::format::model::{Codec, Manifest};
 use varvite::format::pack::{self, Footer, HEADER_LENGTH_BYTES, PackKind};
 use varvite::format::tag::Tag;
+use varvite::tensor::Dtype;
 
 macro_rules! golden {
     ($($path:literal),* $(,)?) => {
@@ -35,10 +39,17 @@ const GOLDEN: &[(&str, &[u8])] = golden![
     "corrupt-header.json",
     "corrupt-body.json",
     "corrupt-length.json",
+    "coded.json",
+    "chunks/planes-float32.bin",
+    "chunks/planes-bfloat16.bin",
+    "chunks/delta-float32.bin",
+    "chunks/delta-bfloat16.bin",
+    "chunks/sparse-bfloat16.bin",
+    "chunks/zstd-int64.bin",
 ];
 
 /// Compressed bytes depend on the release of zstd, so only what they hold is compared.
-const COMPRESSED: &str = "compressed.json";
+const COMPRESSED: [&str; 2] = ["compressed.json", "chunks/zstd-int64.bin"];
 
 fn golden(path: &str) -> &'static [u8] {
     GOLDEN.iter().find(|row| row.0 == path).unwrap_or_else(|| panic!("no golden file {path}")).1
@@ -59,14 +70,22 @@ fn read_pack(path: &str) -> (pack::PackHeader, Footer) {
     (header, footer)
 }
 
+/// Everything the generators make, in the order of [`GOLDEN`].
+fn made() -> Vec<(String, Vec<u8>)> {
+    let mut made = generate::files();
+    made.push(("coded.json".to_owned(), coded::manifest()));
+    made.extend(coded::chunks());
+    made
+}
+
 #[test]
 fn the_writer_still_writes_version_1_byte_for_byte() {
-    let made = generate::files();
+    let made = made();
     let names: Vec<&str> = made.iter().map(|file| file.0.as_str()).collect();
     assert_eq!(names, GOLDEN.iter().map(|row| row.0).collect::<Vec<_>>());
     let changed: Vec<&str> = made
         .iter()
-        .filter(|(path, bytes)| path != COMPRESSED && golden(path) != bytes.as_slice())
+        .filter(|(path, bytes)| !COMPRESSED.contains(&path.as_str()) && golden(path) != bytes.as_slice())
         .map(|file| file.0.as_str())
         .collect();
     if !changed.is_empty() {
@@ -89,9 +108,10 @@ fn keep_for_review(made: &[(String, Vec<u8>)]) -> String {
 
 #[test]
 fn the_compressed_manifest_holds_what_the_generator_put_in() {
-    let made = generate::files().into_iter().find(|file| file.0 == COMPRESSED).unwrap().1;
-    let (old, new) = (manifest_of(COMPRESSED), manifest::decode(COMPRESSED, &made).unwrap());
-    let line = manifest::decode_header(COMPRESSED, golden(COMPRESSED)).unwrap().unwrap();
+    let path = COMPRESSED[0];
+    let made = generate::files().into_iter().find(|file| file.0 == path).unwrap().1;
+    let (old, new) = (manifest_of(path), manifest::decode(path, &made).unwrap());
+    let line = manifest::decode_header(path, golden(path)).unwrap().unwrap();
     assert_eq!(line.body.encoding, manifest::BodyEncoding::Zstd);
     assert_eq!(old.body.entries.len(), 40);
     assert_eq!(old.body.entries, new.body.entries);
@@ -164,6 +184,38 @@ fn a_manifest_can_be_rebuilt_from_the_part_in_its_pack() {
         assert_eq!(part.header.state_digest, committed.header.state_digest);
         assert_eq!(part.body.packs[0].length_bytes, 0);
     }
+}
+
+#[test]
+fn every_coded_chunk_decodes_to_what_was_saved() {
+    let mut scratch = Scratch::default();
+    for (name, _, codec) in coded::CODED {
+        let expected = coded::raw(name);
+        let base = coded::base(name);
+        let mut found = vec![0x5a; expected.len()];
+        let stored = golden(&format!("chunks/{name}.bin"));
+        codec::decode(codec, stored, base.as_deref(), &mut found, &mut scratch).unwrap();
+        assert!(found == expected, "{name}");
+    }
+}
+
+#[test]
+fn a_manifest_of_coded_chunks_says_all_that_a_reader_needs() {
+    let text = String::from_utf8_lossy(golden("coded.json"));
+    assert!(text.starts_with(r#"{"magic":"varvite-manifest","format_version":1,"reader_flags":3,"#));
+    let body = manifest_of("coded.json").body;
+    let entry = |name: &str| body.entries.iter().find(|entry| entry.name == name).unwrap();
+    for (name, dtype, codec) in coded::CODED {
+        let chunk = entry(name).shards[0].chunks[0];
+        assert_eq!((entry(name).dtype, chunk.codec), (dtype, codec));
+        assert_eq!(chunk.digest, ChunkDigest::of(&coded::raw(name)));
+        assert_eq!(chunk.base.map(|base| base.digest), coded::base(name).map(|base| ChunkDigest::of(&base)));
+    }
+    let scaled = entry("scaled");
+    assert_eq!((scaled.stored_dtype, scaled.shards[0].scale_log2), (Dtype::Float8E4m3fn, -9));
+    assert_eq!((scaled.nonfinite, scaled.abs_max, scaled.l2_norm), (Some(1), Some(0.875), Some(20.1)));
+    assert_eq!(entry("rounded").rounded_from.as_deref(), Some("planes-float32"));
+    assert_eq!(entry("rounded").shards[0].chunks[0].codec, Codec::Rounded);
 }
 
 #[test]
