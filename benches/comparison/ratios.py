@@ -48,7 +48,11 @@ def measure(arguments: dict[str, Any]) -> dict[str, Any]:
     }
     for learning_rate in LEARNING_RATES:
         _restore(state, base)
-        saves = TenSaves(folder / "runs", state, arguments["peers"]) if learning_rate == RUN_LEARNING_RATE else None
+        saves = (
+            TenSaves(folder / "runs", state, arguments["peers"])
+            if learning_rate == RUN_LEARNING_RATE
+            else None
+        )
         for step in range(1, max(STEPS_BETWEEN) + 1):
             state.learn(learning_rate)
             if saves is not None and step % RUN_INTERVAL_STEPS == 0:
@@ -108,7 +112,7 @@ def _rounded_copy(folder: Path, base: Tensors) -> dict[str, int]:
 
 
 def stored_bytes(folder: Path, states: list[Tensors], *, delta: bool) -> int:
-    """Bytes of the files that the last of some saves to an empty repository adds; it is loaded and compared."""
+    """Bytes of the files that the last of some saves to an empty repository adds; it is loaded too."""
     from varvite import CheckpointManager
 
     with CheckpointManager(folder, compression="max", delta=delta, fsync=False) as manager:
