@@ -5,7 +5,7 @@ run. Speed is reported, never asserted; that every load equals what was saved is
 exit code is 0 unless something failed to run.
 
 Example:
-    python benches/compare.py --scale 0.1 --only W1,W4 --peers varvite,torch
+    python benches/compare.py --scale 0.1 --only W1,goodput --peers varvite,torch
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,20 @@ from comparison.report import render
 from comparison.summary import summaries
 from comparison.workloads import WORKLOADS
 
+PARTS = (*WORKLOADS, "goodput", "ratios", "repository")
+# Measured in a training loop: what a step after a save waits for, and what saving costs a run.
+STAGINGS = ("varvite", "varvite-cow", "varvite-overlap")
+STEPPED = ("W1", "W2")
+GOODPUT = (*STAGINGS, "torch", "dcp-async", "safetensors", "moonclip")
+GOODPUT_INTERVAL_STEPS = 20
+GOODPUT_BUDGET_SECONDS = 45.0
+STEPPED_SAVES = 10
 DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / "benchmark-run"
 GROWTH_SAVES = 20
 # A loop of one kind of sample ends early when it has used this up; the peers, whose growth has
 # no figure to reach, get less of it than Varvite.
 BUDGET_SECONDS = 4.0
-LOAD_BUDGET_SECONDS = {True: 15.0, False: 4.0}
+LOAD_BUDGET_SECONDS = {True: 8.0, False: 4.0}
 SAVE_BUDGET_SECONDS = {True: 90.0, False: 12.0}
 FILL_BUDGET_SECONDS = 90.0
 SHORT_LOADS = 3
@@ -63,12 +71,12 @@ def main() -> int:
     return 1 if results["failures"] else 0
 
 
-def _names(known: dict[str, Any]) -> Callable[[str], list[str]]:
+def _names(known: Collection[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"no such name: `{name}`; known: {list(known)}")
+                raise argparse.ArgumentTypeError(f"no such name: `{name}`; known: {', '.join(known)}")
         return names
 
     return parse
@@ -80,7 +88,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full sizes")
-    parser.add_argument("--only", type=_names(WORKLOADS), default=list(WORKLOADS), help="workloads, by comma")
+    parser.add_argument("--only", type=_names(PARTS), default=list(PARTS), help=f"of {','.join(PARTS)}; all")
     parser.add_argument(
         "--peers", type=_names(PEERS), default=None, help=f"of {','.join(PEERS)}; all that are here"
     )
@@ -112,6 +120,8 @@ class Run:
             "left_out": {},
             "raw_limits": {},
             "runs": {},
+            "steps": {},
+            "goodput": {},
             "failures": [],
         }
 
@@ -122,27 +132,36 @@ class Run:
             self.folder.parent.rmdir()
 
     def everything(self) -> None:
-        """All workloads, then what only a repository has."""
+        """All parts that were asked for."""
         peers = self._installed()
-        for workload in self.settings.only:
-            self._workload(workload, peers)
-        if "varvite" in peers:
-            self._attempt("import", self._import)
-            self._attempt("many snapshots", self._many_snapshots)
+        for part in self.settings.only:
+            if part in WORKLOADS:
+                self._workload(part, peers)
+            elif part == "goodput":
+                self._goodput(peers)
+            elif "varvite" in peers:
+                self._varvite_alone(part, peers)
+
+    def _varvite_alone(self, part: str, peers: list[str]) -> None:
+        if part == "ratios":
+            self._attempt(part, partial(self._ratios, peers))
+            return
+        self._attempt("import", self._import)
+        self._attempt("many snapshots", self._many_snapshots)
 
     def _installed(self) -> list[str]:
         wanted = self.settings.peers or list(PEERS)
         present = []
         for name in wanted:
-            version = PEERS[name].version()
-            if version is not None:
+            reason = PEERS[name].missing()
+            if reason is None:
                 present.append(name)
-                self.results["versions"][PEERS[name].package] = version
+                self.results["versions"][PEERS[name].package] = PEERS[name].version()
                 continue
-            self.results["left_out"][name] = "not installed"
+            self.results["left_out"][name] = reason
             # Not to find what was asked for by name, or what this is all about, is a failure.
             if self.settings.peers or name == "varvite":
-                self.results["failures"].append((name, "not installed"))
+                self.results["failures"].append((name, reason))
         return present
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
@@ -162,8 +181,12 @@ class Run:
         taken: list[dict[str, Any]] = []
         self._attempt(f"{workload} raw limits", lambda: taken.append(self._limits(workload)))
         for name in peers:
-            run = runs.setdefault(name, {})
-            self._attempt(f"{workload} {name}", partial(self._peer, workload, name, run))
+            if workload in PEERS[name].workloads:
+                run = runs.setdefault(name, {})
+                self._attempt(f"{workload} {name}", partial(self._peer, workload, name, run))
+        for name in STAGINGS:
+            if workload in STEPPED and name in peers:
+                self._attempt(f"{workload} {name} in a loop", partial(self._steps, workload, name))
         if workload == "W1":
             # The longest, and the one with figures for the disk, which may have drifted
             # meanwhile: its limits are those of before and after.
@@ -202,6 +225,43 @@ class Run:
         try:
             run["save"] = worker.run("save", task | saves)
             run["load"] = worker.run("load", task | loads)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _steps(self, workload: str, name: str) -> None:
+        found = self._loop("steps", workload, name, {"repeat": STEPPED_SAVES})
+        self.results["steps"].setdefault(workload, {})[name] = found
+
+    def _goodput(self, peers: list[str]) -> None:
+        for name in GOODPUT:
+            if name in peers:
+                self._attempt(f"goodput {name}", partial(self._goodput_of, name))
+
+    def _goodput_of(self, name: str) -> None:
+        settings = {
+            "interval_steps": GOODPUT_INTERVAL_STEPS,
+            "budget_seconds": GOODPUT_BUDGET_SECONDS,
+        }
+        self.results["goodput"][name] = self._loop("goodput", "W1", name, settings)
+
+    def _loop(self, kind: str, workload: str, name: str, settings: dict[str, Any]) -> Any:
+        folder = self.folder / f"{kind}-{workload}-{name}"
+        task = {"peer": name, "workload": workload, "scale": self.settings.scale, "folder": str(folder)}
+        try:
+            return worker.run(kind, task | settings)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _ratios(self, peers: list[str]) -> None:
+        folder = self.folder / "ratios"
+        arguments = {
+            "folder": str(folder),
+            "scale": self.settings.scale,
+            # Those that write the files of another write as many bytes.
+            "peers": [name for name in peers if not PEERS[name].loads_like],
+        }
+        try:
+            self.results["ratios"] = worker.run("ratios", arguments)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -103,7 +103,7 @@ def measure_saves(arguments: dict[str, Any]) -> dict[str, Any]:
         samples.append(_timed_save(peer, step, folder))
         peer.drop_older()
     peer.close()
-    last = digests(state.flat())
+    last = digests(peer.expected(state.flat()))
     task.digest_path.write_text(json.dumps(last))
     return {
         "payload_bytes": payload_bytes(state.flat()),

@@ -7,7 +7,13 @@ from typing import Any
 
 from comparison.figures import MIB, figures
 from comparison.peers import PEERS
-from comparison.summary import Summary, summaries
+from comparison.summary import (
+    Summary,
+    others,
+    summaries,
+    summarize_goodput,
+    summarize_steps,
+)
 from comparison.workloads import WORKLOADS
 
 LIMIT_TITLES = {
@@ -38,11 +44,14 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def render(results: dict[str, Any]) -> str:
     """The whole report."""
     found = summaries(results)
-    sections = [_machine(results)]
+    sections = [_machine(results), _figures(results, found)]
     sections += [_workload(name, results, found.get(name, {})) for name in results["runs"]]
+    if results["goodput"]:
+        sections.append(_goodput(results))
+    if "ratios" in results:
+        sections.append(_ratios(results["ratios"]))
     if "repository" in results:
         sections.append(_repository(results))
-    sections.append(_figures(results, found))
     if results["failures"]:
         failed = "\n\n".join(f"**{what}**\n\n```\n{why}\n```" for what, why in results["failures"])
         sections.append(f"## Failed to run\n\n{failed}")
@@ -66,21 +75,22 @@ def _machine(results: dict[str, Any]) -> str:
 
 
 def _workload(name: str, results: dict[str, Any], found: dict[str, Summary]) -> str:
-    title = f"## {name}: {WORKLOADS[name].title}"
-    if not found:
-        return f"{title}\n\nNothing was measured."
-    first = next(iter(found.values()))
-    payload = (
-        f"{first.payload_bytes / 1e6:.1f} MB in {first.tensor_count:,} tensors, "
-        f"{first.changed_bytes / 1e6:.1f} MB of them changed between two saves."
-    )
-    parts = [title, payload]
+    parts = [f"### {name}: {WORKLOADS[name].title}"]
     raw = results["raw_limits"].get(name)
+    if found:
+        first = next(iter(found.values()))
+        parts.append(
+            f"{first.payload_bytes / 1e6:.1f} MB in {first.tensor_count:,} tensors, "
+            f"{first.changed_bytes / 1e6:.1f} MB of them changed between two saves."
+        )
     if raw:
         parts.append(_limits(raw))
-    parts += [_saves(found, raw), _loads(found, raw)]
-    if "varvite" in found and len(found) > 1:
+    if found:
+        parts += [_saves(found, raw), _loads(found, raw)]
+    if "varvite" in found and others(found):
         parts.append(_against_peers(found))
+    if name in results["steps"]:
+        parts.append(_steps(results["steps"][name], raw))
     return "\n\n".join(parts)
 
 
@@ -175,9 +185,7 @@ def _loads(found: dict[str, Summary], raw: dict[str, Any] | None) -> str:
 def _against_peers(found: dict[str, Summary]) -> str:
     ours = found["varvite"]
     rows = []
-    for name, theirs in found.items():
-        if name == "varvite":
-            continue
+    for name, theirs in others(found).items():
         pairs: list[tuple[float, float] | None] = [
             (theirs.blocked_seconds, ours.blocked_seconds),
             (theirs.durable_seconds, ours.durable_seconds),
@@ -192,6 +200,114 @@ def _against_peers(found: dict[str, Summary]) -> str:
         cells = [f"{pair[0] / pair[1]:.2f}" if pair and pair[1] else "-" for pair in pairs]
         rows.append([PEERS[name].title, *cells])
     head = ["times Varvite", "blocked", "durable", "CPU", "load warm", "load cold", "written"]
+    return table(head, rows)
+
+
+def _steps(found: dict[str, Any], raw: dict[str, Any] | None) -> str:
+    rows = []
+    for name, samples in found.items():
+        steps = summarize_steps(samples)
+        rows.append(
+            [
+                PEERS[name].title,
+                f"{steps.blocked_seconds * 1e3:.2f}",
+                f"{steps.join_seconds * 1e3:.2f}",
+                _ratio(steps.waited_seconds, raw, _memcpy_name(raw)),
+                f"{steps.forward_backward_seconds * 1e3:.0f}",
+                f"{steps.forward_backward_alone_seconds * 1e3:.0f}",
+                f"{steps.update_seconds * 1e3:.1f}",
+                f"{steps.update_alone_seconds * 1e3:.1f}",
+            ]
+        )
+    head = [
+        "in a training loop",
+        "call ms",
+        "join ms",
+        "call + join, x memcpy",
+        "forward + backward ms",
+        "alone ms",
+        "update with the join ms",
+        "alone ms",
+    ]
+    return table(head, rows)
+
+
+def _goodput(results: dict[str, Any]) -> str:
+    rows = []
+    for name, found in results["goodput"].items():
+        summary = summarize_goodput(found)
+        rows.append(
+            [
+                PEERS[name].title,
+                f"{summary.share:.2%}",
+                f"{summary.worst_share:.2%}",
+                f"{summary.best_share:.2%}",
+                f"{summary.lost_seconds * 1e3:.0f}",
+                f"{summary.step_seconds * 1e3:.0f}",
+                str(summary.save_count),
+            ]
+        )
+    head = [
+        "W1, a save every 20 steps",
+        "goodput",
+        "worst round",
+        "best round",
+        "lost ms a save",
+        "step ms",
+        "saves",
+    ]
+    return f"### Goodput\n\n{table(head, rows)}"
+
+
+def _ratios(found: dict[str, Any]) -> str:
+    model = (
+        f"A GPT of {found['parameter_count'] / 1e6:.2f}M parameters after {found['base_steps']} steps "
+        f"on {found['corpus_tokens'] / 1e6:.2f}M tokens, "
+        f"loss {found['first_loss']:.2f} to {found['last_loss']:.2f}."
+    )
+    copy = found["rounded_copy"]
+    extra_bytes = copy["with_bytes"] - copy["without_bytes"]
+    rounded = (
+        f"A bf16 copy of {copy['raw_bytes'] / 1e6:.2f} MB beside its fp32 weights "
+        f"adds {extra_bytes / 1e6:.3f} MB."
+    )
+    parts = ["### Bytes of a trained state", model, _second_saves(found["second_saves"]), rounded]
+    return "\n\n".join([*parts, _ten_saves(found["ten_saves"])])
+
+
+def _second_saves(rows: list[dict[str, Any]]) -> str:
+    cells = []
+    for name in rows[0]["parts"]:
+        sizes = [row["parts"][name] for row in rows]
+        alone = [size["raw_bytes"] / size["alone_bytes"] for size in sizes]
+        deltas = [size["raw_bytes"] / size["delta_bytes"] for size in sizes]
+        raw = f"{sizes[0]['raw_bytes'] / 1e6:.2f}"
+        cells.append(
+            [name, raw, f"{min(alone):.3f} to {max(alone):.3f}", *(f"{ratio:.3g}" for ratio in deltas)]
+        )
+    distances = [f"{row['learning_rate']:.0e} N={row['steps']}".replace("e-0", "e-") for row in rows]
+    return table(["times smaller than raw, max", "raw MB", "alone", *distances], cells)
+
+
+def _ten_saves(found: dict[str, Any]) -> str:
+    rows = []
+    for name, written in found["written"].items():
+        rows.append(
+            [
+                PEERS[name].title,
+                f"{written[0] / 1e6:.2f}",
+                f"{statistics.median(written[1:] or written) / 1e6:.2f}",
+                f"{sum(written) / 1e6:.1f}",
+                f"{len(written) * found['raw_bytes'] / sum(written):.3f}",
+            ]
+        )
+    head = [
+        f"saves {found['interval_steps']} steps apart",
+        "first MB",
+        "median of the others MB",
+        "all MB",
+        "times smaller than raw",
+    ]
     return table(head, rows)
 
 
@@ -215,7 +331,7 @@ def _repository(results: dict[str, Any]) -> str:
         "tiny save among all ms",
         "making them s",
     ]
-    return f"## Many snapshots\n\n{table(head, rows)}"
+    return f"### Many snapshots\n\n{table(head, rows)}"
 
 
 def _figures(results: dict[str, Any], found: dict[str, dict[str, Summary]]) -> str:
@@ -223,4 +339,4 @@ def _figures(results: dict[str, Any], found: dict[str, dict[str, Summary]]) -> s
     note = ""
     if results["settings"]["scale"] != 1.0:
         note = "The figures are for scale 1; this run was scaled.\n\n"
-    return f"## Figures of the issue\n\n{note}" + table(["name", "target", "measured", "verdict"], rows)
+    return f"## Figures to reach\n\n{note}" + table(["name", "target", "measured", "verdict"], rows)

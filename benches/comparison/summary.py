@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comparison.measure import SETTLED_SAVES
+from comparison.peers import OTHERS
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,77 @@ class Summary:
     def best_load(self) -> LoadSummary | None:
         """The fastest way to load, warm; None where loads were only checked."""
         return min(self.loads, key=lambda load: load.warm_seconds, default=None)
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """A save in a training loop, and the step after it beside a step alone."""
+
+    blocked_seconds: float
+    join_seconds: float
+    forward_backward_seconds: float
+    update_seconds: float
+    forward_backward_alone_seconds: float
+    update_alone_seconds: float
+
+    @property
+    def waited_seconds(self) -> float:
+        """All that the loop waits for: the call, and what is left of it before the next update."""
+        return self.blocked_seconds + self.join_seconds
+
+
+@dataclass(frozen=True)
+class GoodputSummary:
+    """Training time without saves by that with them, over all rounds, and by the worst and best round."""
+
+    share: float
+    worst_share: float
+    best_share: float
+    step_seconds: float
+    lost_seconds: float
+    save_count: int
+
+
+def summarize_steps(found: dict[str, Any]) -> StepSummary:
+    """Medians over the turns of one loop."""
+
+    def median(*keys: str) -> float:
+        values = found["samples"]
+        for key in keys:
+            values = [value[key] for value in values]
+        return float(statistics.median(values))
+
+    return StepSummary(
+        blocked_seconds=median("blocked_seconds"),
+        # What the empty list of hooks takes is no wait.
+        join_seconds=max(0.0, median("after", "join_seconds") - median("without", "join_seconds")),
+        forward_backward_seconds=median("after", "forward_backward_seconds"),
+        update_seconds=median("after", "update_seconds"),
+        forward_backward_alone_seconds=median("without", "forward_backward_seconds"),
+        update_alone_seconds=median("without", "update_seconds"),
+    )
+
+
+def summarize_goodput(found: dict[str, Any]) -> GoodputSummary:
+    """The sums of all stretches, not medians: a save that now and then costs much costs that."""
+    rounds = [(sum(taken["without"]), sum(taken["with"])) for taken in found["rounds"]]
+    shares = [without / with_saves for without, with_saves in rounds]
+    without = sum(pair[0] for pair in rounds)
+    with_saves = sum(pair[1] for pair in rounds)
+    save_count = sum(len(taken["with"]) for taken in found["rounds"])
+    return GoodputSummary(
+        share=without / with_saves,
+        worst_share=min(shares),
+        best_share=max(shares),
+        step_seconds=without / (save_count * found["interval_steps"]),
+        lost_seconds=(with_saves - without) / save_count,
+        save_count=save_count,
+    )
+
+
+def others(found: dict[str, Any]) -> dict[str, Any]:
+    """The rows that are not of Varvite, in any of its configurations."""
+    return {name: value for name, value in found.items() if name in OTHERS}
 
 
 def summarize(peer: str, saves: dict[str, Any], loads: dict[str, Any]) -> Summary:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHES = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 600
+TIMEOUT_SECONDS = 900
 SHOWN_LINES = 15
 
 
@@ -58,12 +58,15 @@ def _raw_limits(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dispatch(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    from comparison import measure, repository
+    from comparison import loop, measure, ratios, repository
 
     kinds = {
         "raw_limits": _raw_limits,
         "save": measure.measure_saves,
         "load": measure.measure_loads,
+        "steps": loop.measure_steps,
+        "goodput": loop.measure_goodput,
+        "ratios": ratios.measure,
         "many_snapshots": repository.measure_many_snapshots,
         "open": repository.measure_open,
     }

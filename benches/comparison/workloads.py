@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from comparison import host
 
 HEAD_WIDTH = 64
-SEQUENCE_TOKENS = 16
+# Sequences and tokens of a step where only its effect on the state counts, and where its time does.
+SHORT_BATCH = (1, 16)
+LOOP_BATCH = (2, 64)
 
 
 @contextlib.contextmanager
@@ -87,11 +89,24 @@ class TrainingState:
     @one_torch_thread()
     def step(self) -> None:
         """Forward, backward and update: every trained parameter and moment changes."""
-        shape = (1, SEQUENCE_TOKENS + 1)
-        tokens = torch.randint(self.vocabulary, shape, generator=self.generator)
+        self.forward_backward(SHORT_BATCH)
+        self.update()
+
+    def forward_backward(self, batch: tuple[int, int]) -> float:
+        """Gradients for a batch of (sequences, tokens); the loss."""
+        tokens = self.tokens(batch)
         logits = self.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
+        return loss.item()
+
+    def tokens(self, batch: tuple[int, int]) -> Tensor:
+        """Random tokens of shape (sequences, tokens + 1): the input, and shifted by one the target."""
+        sequences, length = batch
+        return torch.randint(self.vocabulary, (sequences, length + 1), generator=self.generator)
+
+    def update(self) -> None:
+        """The optimizer's step; the gradients are let go of."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

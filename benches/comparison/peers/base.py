@@ -41,6 +41,10 @@ class Peer(ABC):
     package: ClassVar[str]
     # Another peer that reads the same files in the same way: one load is made, for the check.
     loads_like: ClassVar[str | None] = None
+    # The workloads whose tables it stands in.
+    workloads: ClassVar[tuple[str, ...]] = ("W1", "W2", "W3", "W4")
+    # True where `wait` does the work of making a save durable, so that a loop has to start it.
+    works_in_wait: ClassVar[bool] = False
 
     @classmethod
     def version(cls) -> str | None:
@@ -54,6 +58,11 @@ class Peer(ABC):
             return None
         module = importlib.import_module(cls.package)
         return str(getattr(module, "__version__", "unknown"))
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why it can't be measured here, None if it can."""
+        return "not installed" if cls.version() is None else None
 
     @classmethod
     @abstractmethod
@@ -75,6 +84,10 @@ class Peer(ABC):
     @abstractmethod
     def load(self, mode: str) -> dict[str, Tensor]:
         """Load the newest save; the loaded tensors by the names of `State.flat`."""
+
+    def expected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a load of these tensors has to give back: what was saved, bit for bit."""
+        return tensors
 
     @abstractmethod
     def drop_older(self) -> None:
@@ -109,6 +122,7 @@ class OneFilePeer(FilePeer):
     """A system that writes a save as one file, and leaves making it durable to its user."""
 
     file_name: ClassVar[str]
+    works_in_wait: ClassVar[bool] = True
 
     def wait(self) -> None:
         """`fsync` of the file, its folder and the folder above, which got a new name too."""

@@ -1,9 +1,12 @@
-"""Varvite, with its defaults."""
+"""Varvite, with its defaults and in the other configurations that tell something."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from comparison.peers.base import KEPT_SAVES, LoadMode, Peer
 from comparison.workloads import State, TensorTable
@@ -22,6 +25,22 @@ class Varvite(Peer):
     name: ClassVar[str] = "varvite"
     title: ClassVar[str] = "Varvite"
     package: ClassVar[str] = "varvite"
+    arguments: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why it can't be measured here: not installed, or a configuration that is not built yet."""
+        reason = super().missing()
+        if reason is not None:
+            return reason
+        from varvite import CheckpointManager
+        from varvite.errors import NotBuiltYetError
+
+        try:
+            with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder, **cls.arguments):
+                return None
+        except NotBuiltYetError as error:
+            return str(error)
 
     @classmethod
     def load_modes(cls, *, is_table: bool) -> tuple[LoadMode, ...]:
@@ -32,7 +51,7 @@ class Varvite(Peer):
         super().__init__(folder, state)
         from varvite import CheckpointManager
 
-        self._manager = CheckpointManager(folder, staging="copy")
+        self._manager = CheckpointManager(folder, **self.arguments)
         self._pending: Any = None
 
     def save(self, step: int) -> None:
@@ -73,6 +92,82 @@ class Varvite(Peer):
     def close(self) -> None:
         """Release the repository."""
         self._manager.close()
+
+
+class Staging(Varvite):
+    """Another way to stage: only what a loop waits for differs, the files are the same."""
+
+    loads_like: ClassVar[str | None] = Varvite.name
+    workloads: ClassVar[tuple[str, ...]] = ()
+
+
+class StagingCow(Staging):
+    """Clones of torch that are copied when something writes to them."""
+
+    name: ClassVar[str] = "varvite-cow"
+    title: ClassVar[str] = "Varvite, staging cow"
+    arguments: ClassVar[dict[str, Any]] = {"staging": "cow"}
+
+
+class StagingOverlap(Staging):
+    """Copied during forward and backward, joined before the optimizer's step."""
+
+    name: ClassVar[str] = "varvite-overlap"
+    title: ClassVar[str] = "Varvite, staging overlap"
+    arguments: ClassVar[dict[str, Any]] = {"staging": "overlap"}
+
+
+class Compression(Varvite):
+    """Another level of compression; one way to load shows what decoding takes."""
+
+    workloads: ClassVar[tuple[str, ...]] = ("W1", "W3")
+
+    @classmethod
+    def load_modes(cls, *, is_table: bool) -> tuple[LoadMode, ...]:
+        """The usual one."""
+        return (LOAD,) if is_table else (RESUME,)
+
+
+class CompressionNone(Compression):
+    """Chunks as they are."""
+
+    name: ClassVar[str] = "varvite-none"
+    title: ClassVar[str] = "Varvite, compression none"
+    arguments: ClassVar[dict[str, Any]] = {"compression": "none"}
+
+
+class CompressionFast(Compression):
+    """Always coded, at the speed that costs little."""
+
+    name: ClassVar[str] = "varvite-fast"
+    title: ClassVar[str] = "Varvite, compression fast"
+    arguments: ClassVar[dict[str, Any]] = {"compression": "fast"}
+
+
+class CompressionMax(Compression):
+    """Always coded, as small as it gets."""
+
+    name: ClassVar[str] = "varvite-max"
+    title: ClassVar[str] = "Varvite, compression max"
+    arguments: ClassVar[dict[str, Any]] = {"compression": "max"}
+
+
+class OptimizerCast(Compression):
+    """The moments rounded to bf16, weights as they are: the one configuration that loses bits."""
+
+    name: ClassVar[str] = "varvite-cast"
+    title: ClassVar[str] = "Varvite, optimizer as bf16"
+    arguments: ClassVar[dict[str, Any]] = {"save_dtype": {"optimizer.**": "bf16"}}
+    workloads: ClassVar[tuple[str, ...]] = ("W1",)
+
+    def expected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The moments rounded, in their own dtype; a count of steps is never rounded."""
+        return {
+            key: value.to(torch.bfloat16).to(value.dtype)
+            if key.startswith("optimizer.") and value.ndim
+            else value
+            for key, value in tensors.items()
+        }
 
 
 def _by_name(nest: dict[str, Any]) -> dict[str, Tensor]:
