@@ -54,15 +54,11 @@ pub struct Copied {
 }
 
 impl Copied {
-    /// Makes the new pack durable under its name; one that nothing was copied into is not made. Returns
-    /// where each chunk went, and the bytes written.
+    /// Makes the new pack durable under its name. Returns where each chunk went, and the bytes written.
     ///
     /// # Errors
     /// [`Error::Store`] where the store fails.
     pub fn publish(mut self) -> Result<(Moves, u64)> {
-        if self.moves.is_empty() {
-            return Ok((self.moves, 0));
-        }
         let footer = pack::encode_footer(self.staged.position_bytes(), &self.table, None)?;
         self.staged.append(&footer)?;
         let published = self.staged.publish()?;

@@ -134,9 +134,7 @@ impl Moves {
         }
     }
 
-    /// True where nothing was copied: the packs held nothing that anybody needs.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.places.values().all(HashMap::is_empty)
     }
 
@@ -193,7 +191,9 @@ impl Moves {
             };
             *chunk = ChunkRef { base, ..own.into() };
         }
-        if is_used {
+        // A merge leaves a pack of its own in any case: by its name the next one who opens knows that packs may
+        // lie around.
+        if is_used || self.is_empty() {
             body.packs.push(self.pack.clone());
         }
         let own_seq = |index: usize| {

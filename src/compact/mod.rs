@@ -183,7 +183,7 @@ impl Survey {
     fn gained_bytes(&self, packs: &[usize]) -> u64 {
         let length: u64 = packs.iter().map(|&pack| self.packs[pack].length_bytes).sum();
         let live: u64 = packs.iter().map(|&pack| self.packs[pack].live_bytes).sum();
-        length.saturating_sub(if live == 0 { 0 } else { live.saturating_add(FRAME_BYTES) })
+        length.saturating_sub(live.saturating_add(FRAME_BYTES))
     }
 
     fn frees_enough(&self, packs: &[usize]) -> bool {

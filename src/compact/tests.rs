@@ -123,8 +123,12 @@ fn fixed_packs_are_left_alone() {
 }
 
 #[test]
-fn packs_that_hold_nothing_live_go_without_a_new_one() {
-    let packs = survey(&[(500, 0)], &[&[0]]);
+fn packs_that_hold_nothing_live_become_one_and_stay_it() {
+    let packs = survey(&[(3 * GIB, 3 * GIB), (500, 0), (500, 0)], &[&[0, 1, 2]]);
+    assert_eq!(plan(&packs, Demand::Everything), [vec![1, 2]]);
+    let packs = survey(&[(3 * GIB, 3 * GIB), (SMALLEST_PACK_LENGTH_BYTES, 0)], &[&[0, 1]]);
+    assert_eq!(plan(&packs, Demand::Everything), [[0; 0]; 0]);
+    let packs = survey(&[(MIB, 0)], &[&[0]]);
     assert_eq!(plan(&packs, Demand::Everything), [vec![0]]);
 }
 
@@ -164,7 +168,7 @@ fn carried_out(before: &Survey, groups: &[Vec<usize>]) -> Survey {
         for (_, packs) in &mut after.snapshots {
             let had = packs.len();
             packs.retain(|pack| !group.contains(pack));
-            if packs.len() < had && live_bytes > 0 {
+            if packs.len() < had {
                 packs.push(new);
             }
         }

@@ -281,14 +281,9 @@ impl Merge<'_> {
         for moves in std::mem::take(&mut self.merging.moves) {
             let (held, gone) = self.shared.registry.hold(None, [moves.pack.name.clone()]);
             let key = Key::new(Folder::Packs, &moves.pack.name)?;
-            let is_there = moves.is_empty()
-                || gone.is_empty()
-                    && self
-                        .shared
-                        .store
-                        .open(&key)
-                        .is_ok_and(|object| object.length_bytes() == moves.pack.length_bytes);
-            if !is_there {
+            let opened = self.shared.store.open(&key);
+            let is_whole = opened.is_ok_and(|object| object.length_bytes() == moves.pack.length_bytes);
+            if !gone.is_empty() || !is_whole {
                 continue;
             }
             let served_count = self.serve(&moves)?;

@@ -6,7 +6,9 @@
 mod common;
 
 mod keeping;
+mod merging;
 mod opening;
+mod races;
 mod ranks;
 mod reuse;
 mod round_trip;
