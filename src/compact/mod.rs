@@ -16,7 +16,7 @@
 //! * A merged pack takes at most [`MERGED_LIMIT_BYTES`]. One that has more than half of it is rewritten
 //!   only alone, for what is dead in it: the merge of a huge repository is never one giant rewrite.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use serde::Deserialize;
 
@@ -137,31 +137,41 @@ impl Survey {
     /// Adds up what snapshots use. Packs of a snapshot that is `fixed` are left alone.
     pub fn of<'a>(snapshots: impl IntoIterator<Item = (&'a SnapshotUse, bool)>) -> Self {
         let snapshots: Vec<(&SnapshotUse, bool)> = snapshots.into_iter().collect();
-        let mut by_name: BTreeMap<&str, (u64, Vec<(u64, u64)>, bool)> = BTreeMap::new();
+        let names: BTreeSet<&str> = snapshots
+            .iter()
+            .flat_map(|(snapshot, _)| &snapshot.packs)
+            .map(|used| &*used.record.name)
+            .collect();
+        let index: HashMap<&str, usize> =
+            names.iter().enumerate().map(|(index, name)| (*name, index)).collect();
+        let mut packs: Vec<PackSize> = names
+            .iter()
+            .map(|name| PackSize {
+                name: (*name).to_owned(),
+                length_bytes: 0,
+                live_bytes: 0,
+                is_fixed: false,
+            })
+            .collect();
+        let mut places: Vec<Vec<(u64, u64)>> = vec![Vec::new(); packs.len()];
         for (snapshot, is_fixed) in &snapshots {
             for used in &snapshot.packs {
-                let known = by_name.entry(&used.record.name).or_default();
-                known.0 = used.record.length_bytes;
-                known.1.extend(&used.places);
-                known.2 |= is_fixed;
+                let pack = index[used.record.name.as_str()];
+                packs[pack].length_bytes = used.record.length_bytes;
+                packs[pack].is_fixed |= is_fixed;
+                places[pack].extend(&used.places);
             }
         }
-        let index: HashMap<&str, usize> =
-            by_name.keys().enumerate().map(|(index, name)| (*name, index)).collect();
+        for (pack, mut places) in packs.iter_mut().zip(places) {
+            places.sort_unstable();
+            places.dedup();
+            pack.live_bytes = places.iter().map(|(_, stored)| rewritten_bytes(*stored)).sum();
+        }
         let snapshots = snapshots
             .iter()
             .map(|(snapshot, _)| {
                 let packs = snapshot.packs.iter().map(|used| index[used.record.name.as_str()]).collect();
                 (snapshot.world_size, packs)
-            })
-            .collect();
-        let packs = by_name
-            .into_iter()
-            .map(|(name, (length_bytes, mut places, is_fixed))| {
-                places.sort_unstable();
-                places.dedup();
-                let live_bytes = places.iter().map(|(_, stored)| rewritten_bytes(*stored)).sum();
-                PackSize { name: name.to_owned(), length_bytes, live_bytes, is_fixed }
             })
             .collect();
         Self { packs, snapshots }
@@ -234,6 +244,11 @@ pub fn plan(survey: &Survey, demand: Demand) -> Vec<Vec<usize>> {
     groups
 }
 
+#[expect(clippy::cast_precision_loss, reason = "a share that is compared with a threshold")]
+fn dead_share(length_bytes: u64, live_bytes: u64) -> f64 {
+    1.0 - live_bytes as f64 / length_bytes.max(1) as f64
+}
+
 /// True where enough of a pack is dead to rewrite it for that alone.
 fn is_wasteful(survey: &Survey, pack: usize, demand: Demand) -> bool {
     let PackSize { length_bytes, live_bytes, is_fixed, .. } = survey.packs[pack];
@@ -243,8 +258,8 @@ fn is_wasteful(survey: &Survey, pack: usize, demand: Demand) -> bool {
     match demand {
         Demand::Everything => survey.frees_enough(&[pack]),
         Demand::Due { policy, .. } => {
-            let dead_share = 1.0 - live_bytes as f64 / length_bytes.max(1) as f64;
-            length_bytes >= LEAST_WASTE_LENGTH_BYTES && dead_share > policy.dead_ratio
+            length_bytes >= LEAST_WASTE_LENGTH_BYTES
+                && dead_share(length_bytes, live_bytes) > policy.dead_ratio
         }
     }
 }

@@ -113,8 +113,9 @@ impl Merge<'_> {
             Survey::of(uses.iter().map(|(seq, snapshot)| (snapshot.as_ref(), damaged.contains(seq))));
         for group in compact::plan(&survey, demand) {
             self.go_on()?;
-            let sources = group.into_iter().map(|pack| survey.packs[pack].name.clone()).collect();
-            self.merge_group(sources)?;
+            let sources: Vec<String> =
+                group.into_iter().map(|pack| survey.packs[pack].name.clone()).collect();
+            self.merge_group(&sources)?;
         }
         Ok(())
     }
@@ -181,14 +182,14 @@ impl Merge<'_> {
     }
 
     /// Rewrites what is live in these packs, serves the snapshots that refer to them, and lets them go.
-    fn merge_group(&mut self, sources: Vec<String>) -> Result<()> {
+    fn merge_group(&mut self, sources: &[String]) -> Result<()> {
         let (registry, source_count) = (&self.shared.registry, sources.len() as u64);
         let (held_sources, gone) = registry.hold(None, sources.iter().cloned());
         if !gone.is_empty() {
             self.stand_down(format!("packs are being deleted: {}", gone.len()));
             return Ok(());
         }
-        let mut live = Live::new(&sources);
+        let mut live = Live::new(sources);
         let concerned = self.collect(&mut live)?;
         let (Some(&newest), None) = (concerned.last(), &self.report.stood_down) else { return Ok(()) };
         let pack_name = names::merged_pack_name(newest, self.shared.options.rank, random_u128() as u64);

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use varvite::error::Result;
+use varvite::format::names::parse_manifest_name;
 use varvite::store::memory::MemoryStore;
 use varvite::store::{Folder, Key, Listed, PutMode, ReadAt, StagedWrite, Store, WriterLock};
 
@@ -62,7 +63,9 @@ impl Hooked {
         self.set_hook(move |event| {
             if is_it(event) {
                 let act = act.lock().unwrap().take();
-                act.into_iter().for_each(|act| act());
+                if let Some(act) = act {
+                    act();
+                }
             }
             Ok(())
         });
@@ -91,7 +94,10 @@ impl Store for Hooked {
     }
 
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
-        if key.folder() == Folder::Snapshots && mode == PutMode::Replace && key.name().ends_with(".json") {
+        if key.folder() == Folder::Snapshots
+            && mode == PutMode::Replace
+            && parse_manifest_name(key.name()).is_some()
+        {
             self.tell(&Event::Replace(key.name().to_owned()))?;
         }
         self.inner.put(key, bytes, mode)

@@ -196,7 +196,9 @@ fn a_damaged_chunk_keeps_its_snapshots_as_they_are_and_others_are_merged() {
     // Another family, which shares nothing with the first.
     let strange = |step: u64| {
         let mut state = state_at(step);
-        state.values_mut().for_each(|bytes| bytes.iter_mut().for_each(|byte| *byte ^= 0xff));
+        for byte in state.values_mut().flatten() {
+            *byte ^= 0xff;
+        }
         state
     };
     repository.adopt(&repository.snapshot(1).unwrap(), false);
