@@ -23,8 +23,9 @@ use crate::kill;
 use crate::store::{Folder, Key, PutMode, ReadAt, StagedWrite, Store};
 use crate::threads::Threads;
 
-/// Stored bytes that are read and verified together before they are appended in order.
-const BATCH_BYTES: u64 = 16 << 20;
+/// Stored bytes that are read and verified together before they are appended in order. Few, because a save
+/// or a load that wants the same threads begins when a batch is done.
+const BATCH_BYTES: u64 = 4 << 20;
 /// Chunks of a batch.
 const BATCH_CHUNKS: usize = 8192;
 
@@ -81,20 +82,23 @@ impl Copy<'_> {
         let mut writer = Writer { staged, table: Vec::new(), moves, twins: HashMap::new() };
         let mut damage = Vec::new();
         let chunks: Vec<LiveChunk> = live.in_order().copied().collect();
+        let mut buffer = Vec::new();
         for batch in batches(&chunks) {
             if (self.is_cancelled)() {
                 return Err(Error::Interrupted);
             }
-            let verified: Vec<Result<Vec<u8>>> = self.threads.pool()?.install(|| {
-                batch
-                    .par_iter()
-                    .map_init(Workspace::default, |workspace, chunk| sources.verified(chunk, workspace))
-                    .collect()
+            let slices = cut(&mut buffer, batch);
+            let verified: Vec<Result<&[u8]>> = self.threads.pool()?.install(|| {
+                let work = batch.par_iter().zip(slices);
+                work.map_init(Workspace::default, |workspace, (chunk, stored)| {
+                    sources.read(chunk, stored, workspace).map(|()| &*stored)
+                })
+                .collect()
             });
             for (chunk, stored) in batch.iter().zip(verified) {
                 let source = &live.packs[chunk.reference.pack as usize].name;
                 match stored {
-                    Ok(stored) => writer.append(source, chunk, &stored)?,
+                    Ok(stored) => writer.append(source, chunk, stored)?,
                     Err(error) if error.is_damage() => damage.push(error),
                     Err(error) => return Err(error),
                 }
@@ -124,6 +128,24 @@ fn batches(mut rest: &[LiveChunk]) -> impl Iterator<Item = &[LiveChunk]> {
     })
 }
 
+/// A slice for the stored bytes of each chunk, out of memory that is used again.
+fn cut<'b>(buffer: &'b mut Vec<u8>, batch: &[LiveChunk]) -> Vec<&'b mut [u8]> {
+    let stored_length = |chunk: &LiveChunk| chunk.reference.stored_length_bytes as usize;
+    let length = batch.iter().map(stored_length).sum();
+    if buffer.len() < length {
+        buffer.resize(length, 0);
+    }
+    let mut rest = buffer.as_mut_slice();
+    batch
+        .iter()
+        .map(|chunk| {
+            let (slice, after) = std::mem::take(&mut rest).split_at_mut(stored_length(chunk));
+            rest = after;
+            slice
+        })
+        .collect()
+}
+
 /// The open packs, or the damage that makes one of them useless.
 struct Sources {
     packs: HashMap<u32, std::result::Result<Box<dyn ReadAt>, Arc<str>>>,
@@ -150,29 +172,35 @@ impl Sources {
     }
 
     /// Reads the stored bytes of a chunk, and compares what they hold with its digest.
-    fn verified(&self, chunk: &LiveChunk, workspace: &mut Workspace) -> Result<Vec<u8>> {
+    fn read(&self, chunk: &LiveChunk, stored: &mut [u8], workspace: &mut Workspace) -> Result<()> {
         let LiveChunk { reference, raw_length_bytes } = *chunk;
         let ChunkRef { pack, offset_bytes, stored_length_bytes, codec, digest, base } = reference;
+        let Workspace { raw, base_stored, base_raw, scratch } = workspace;
         let base = match base {
             None => None,
             Some(base) => {
-                let stored = self.decoded(&base, None, raw_length_bytes, workspace)?;
-                let is_raw = base.codec == Codec::Store;
-                Some(if is_raw { stored } else { std::mem::take(&mut workspace.raw) })
+                base_stored.resize(base.stored_length_bytes as usize, 0);
+                base_raw.resize(raw_length_bytes as usize, 0);
+                self.decode(&base, None, base_stored, base_raw, scratch)?;
+                Some(if base.codec == Codec::Store { base_stored.as_slice() } else { base_raw.as_slice() })
             }
         };
+        if codec != Codec::Store {
+            raw.resize(raw_length_bytes as usize, 0);
+        }
         let own = BaseRef { pack, offset_bytes, stored_length_bytes, codec, digest };
-        self.decoded(&own, base.as_deref(), raw_length_bytes, workspace)
+        self.decode(&own, base, stored, raw, scratch)
     }
 
-    /// Returns the stored bytes after their digest was checked; coded ones are decoded into the workspace.
-    fn decoded(
+    /// Reads stored bytes and checks their digest; those of another codec than store are decoded into `raw`.
+    fn decode(
         &self,
         chunk: &BaseRef,
         base: Option<&[u8]>,
-        raw_length_bytes: u64,
-        workspace: &mut Workspace,
-    ) -> Result<Vec<u8>> {
+        stored: &mut [u8],
+        raw: &mut [u8],
+        scratch: &mut codec::Scratch,
+    ) -> Result<()> {
         let name = &self.names[chunk.pack as usize];
         let corrupt = |expected: String, found: String| {
             Error::corrupt(name.clone(), chunk.offset_bytes, "chunk", expected, found)
@@ -182,21 +210,18 @@ impl Sources {
             Some(Err(found)) => return Err(corrupt("a whole pack".to_owned(), found.to_string())),
             None => return Err(Error::Internal { what: format!("{name} was not opened for a merge") }),
         };
-        let mut stored = vec![0; chunk.stored_length_bytes as usize];
-        object.read_at(chunk.offset_bytes, &mut stored)?;
+        object.read_at(chunk.offset_bytes, stored)?;
         let found = if chunk.codec == Codec::Store {
-            ChunkDigest::of(&stored)
+            ChunkDigest::of(stored)
         } else {
-            let Workspace { raw, scratch } = workspace;
-            raw.resize(raw_length_bytes as usize, 0);
-            codec::decode(chunk.codec, &stored, base, raw, scratch).map_err(|error| match error {
+            codec::decode(chunk.codec, stored, base, raw, scratch).map_err(|error| match error {
                 Error::InvalidInput { .. } => corrupt("a chunk that decodes".to_owned(), error.chain()),
                 other => other,
             })?;
             ChunkDigest::of(raw)
         };
         if found == chunk.digest {
-            return Ok(stored);
+            return Ok(());
         }
         Err(corrupt(format!("digest {}", chunk.digest), format!("digest {found}")))
     }
@@ -206,6 +231,8 @@ impl Sources {
 #[derive(Default)]
 struct Workspace {
     raw: Vec<u8>,
+    base_stored: Vec<u8>,
+    base_raw: Vec<u8>,
     scratch: codec::Scratch,
 }
 

@@ -99,6 +99,8 @@ struct Merge<'a> {
 
 impl Merge<'_> {
     fn run(&mut self, everything: bool) -> Result<()> {
+        // Whoever closed the handle while this one waited for another merge has let go of the lock.
+        self.go_on()?;
         if everything {
             self.merging.damaged.clear();
         }
