@@ -70,6 +70,12 @@ impl Registry {
         Claim { registry: Arc::clone(self), packs: granted }
     }
 
+    /// True where somebody holds this pack now.
+    #[must_use]
+    pub fn is_held(&self, pack: &str) -> bool {
+        self.lock().held_packs.contains_key(pack)
+    }
+
     /// Snapshots that are held now.
     #[must_use]
     pub fn held_snapshots(&self) -> HashSet<u64> {

@@ -1,10 +1,10 @@
 //! Named points at which a test can kill this process with SIGKILL.
 //!
 //! With the feature `kill-points` each point compares its name with the armed one; without it a point is
-//! nothing. The names are the steps of FORMAT.md, "Commit protocol" and "Deletion".
+//! nothing. The names are the steps of FORMAT.md, "Commit" and "Merge".
 
-/// Every point, in the order in which a save, a prune and a recovery pass them.
-pub const POINTS: [&str; 18] = [
+/// Every point, in the order in which a save, a prune, a merge and a recovery pass them.
+pub const POINTS: [&str; 21] = [
     "save.staged",
     "save.first_chunk",
     "save.footer",
@@ -21,6 +21,9 @@ pub const POINTS: [&str; 18] = [
     "delete.unlinked",
     "delete.folder_synced",
     "sweep.manifests_deleted",
+    "merge.first_chunk",
+    "merge.pack_durable",
+    "merge.manifest_replaced",
     "recover.swept",
     "recover.published",
 ];

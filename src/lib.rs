@@ -7,12 +7,13 @@
 //! | layer | modules |
 //! |---|---|
 //! | bindings | `py` (feature `python`): the only place that names pyo3 |
-//! | background | [`saver`]: saves on a thread of their own |
+//! | background of saves | [`saver`]: saves on a thread of their own |
+//! | background | [`merger`]: merges on a thread of their own |
 //! | facade | [`repository`]: repository, save session, snapshot; clock and randomness |
-//! | act on all | [`recover`], [`sweep`], [`verify`]: what concerns the whole repository |
+//! | act on all | [`recover`], [`sweep`], [`verify`], [`merge`]: what concerns the whole repository |
 //! | act on one | [`stage`], [`write`], [`read`], [`commit`]: what makes or reads one snapshot |
 //! | know | [`inflight`], [`listing`]: who reads or writes what, and which snapshots there are |
-//! | choose | [`retain`]: pure, as what it rests on |
+//! | choose | [`retain`], [`compact`]: pure, as what they rest on |
 //! | decide | [`plan`], [`catalog`]: pure functions |
 //! | code | [`codec`]: raw bytes to stored bytes and back |
 //! | bytes | [`format`], [`store`] |
@@ -23,9 +24,10 @@
 //! # Invariants
 //!
 //! * A snapshot exists if and only if its manifest does; publishing the manifest is the commit.
-//! * Published objects are immutable. What a manifest refers to was durable before it was published.
+//! * Published objects are immutable, but for a manifest, which a merge replaces by one of the same snapshot.
+//!   What a manifest refers to was durable before it was published.
 //! * `format` does no I/O and never panics, whatever the bytes; `store` never looks inside bytes.
-//! * `plan`, `catalog` and `retain` have no clock, randomness, environment or I/O.
+//! * `plan`, `catalog`, `retain` and `compact` have no clock, randomness, environment or I/O.
 //! * No byte reaches a caller's buffer before the digest of its chunk was checked.
 //! * Nobody deletes what somebody holds; nobody waits for a deletion.
 //! * `unsafe` stands only below `kernel` and in `py/buffer.rs`, each block with its proof.
@@ -34,6 +36,7 @@ pub mod cast;
 pub mod catalog;
 pub mod codec;
 pub mod commit;
+pub mod compact;
 pub mod digest;
 pub mod error;
 pub mod float;
@@ -42,6 +45,8 @@ pub mod inflight;
 pub mod kernel;
 pub mod kill;
 pub mod listing;
+pub mod merge;
+pub mod merger;
 pub mod plan;
 pub mod read;
 pub mod recover;

@@ -26,7 +26,8 @@ pub struct Recovered {
     pub published: Vec<u64>,
     /// Packs that were removed because their save never finished.
     pub orphans: Vec<String>,
-    /// True where older packs have no manifest, or a rank has two of one seq: the next sweep looks at them.
+    /// True where older packs have no manifest, a rank has two of one seq, or a merge was here: the next sweep
+    /// looks at them.
     pub stale_packs: bool,
 }
 
@@ -45,7 +46,11 @@ pub fn recover(store: &Arc<dyn Store>, listing: &mut Listing) -> Result<Recovere
         let Some(name) = names::parse_pack_name(&row.name) else { continue };
         if name.seq > high_water {
             unfinished.entry(name.seq).or_default().push(row.name);
-        } else if !listing.seqs.contains(&name.seq) || !writers.insert((name.seq, name.rank)) {
+        } else if name.is_merged
+            || !listing.seqs.contains(&name.seq)
+            || !writers.insert((name.seq, name.rank))
+        {
+            // After a merge the packs of snapshots that are there may be what nobody refers to.
             recovered.stale_packs = true;
         }
     }

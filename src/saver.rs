@@ -3,14 +3,14 @@
 //! A panic in that thread is an error of the save, never a silent death. The thread ends with its save,
 //! so that an idle process has none and a fork finds none.
 
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::merger::Merger;
 use crate::repository::{SaveReport, SaveSession};
+use crate::threads::guarded;
 
 /// What became of a save; shared, because it is raised at more than one call.
 pub type Outcome = std::result::Result<Arc<SaveReport>, Arc<Error>>;
@@ -24,16 +24,21 @@ pub struct Job {
 }
 
 impl Job {
-    /// Starts the thread that writes and commits what the session staged.
+    /// Starts the thread that writes and commits what the session staged, and then tells the merger.
     ///
     /// # Errors
     /// [`Error::Store`] where the system refuses a thread; nothing was saved then.
-    pub fn start(session: SaveSession) -> Result<Arc<Self>> {
+    pub fn start(session: SaveSession, merger: Arc<Merger>) -> Result<Arc<Self>> {
         let job = Arc::new(Self::default());
         let running = Arc::clone(&job);
         std::thread::Builder::new()
             .name(format!("varvite-save-{}", session.seq()))
-            .spawn(move || running.finish(guarded(|| session.run(&running.cancelled))))
+            .spawn(move || {
+                let outcome = guarded(|| session.run(&running.cancelled));
+                // Before the end is told: whoever has waited for the save finds the merge it caused.
+                merger.notice(outcome.is_ok());
+                running.finish(outcome);
+            })
             .map_err(Error::store("start a thread for", "the save"))?;
         Ok(job)
     }
@@ -64,33 +69,5 @@ impl Job {
         *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) =
             Some(result.map(Arc::new).map_err(Arc::new));
         self.done.notify_all();
-    }
-}
-
-/// Runs a closure; a panic in it becomes [`Error::Internal`] with the panic's text.
-pub fn guarded<T>(run: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
-        Err(Error::Internal { what: format!("a background thread panicked: {}", panic_text(panic.as_ref())) })
-    })
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    panic
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("no message")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_panic_becomes_an_error_with_its_text() {
-        let Err(Error::Internal { what }) = guarded::<()>(|| panic!("chunk {} is odd", 7)) else {
-            panic!("no error")
-        };
-        assert_eq!(what, "a background thread panicked: chunk 7 is odd");
     }
 }

@@ -48,8 +48,9 @@ pub struct Swept {
 
 /// Deletes the packs that `referenced` does not name and that nobody holds.
 ///
-/// `referenced` is asked *after* the packs are claimed, so that a save that committed in between is
-/// seen. Packs newer than every commit belong to a running save or to recovery and stay.
+/// `referenced` is asked twice: before packs are claimed, so that a load never finds a pack claimed that its
+/// snapshot needs, and *after*, so that a save that committed in between is seen. Packs newer than every
+/// commit belong to a running save or to recovery and stay.
 ///
 /// # Errors
 /// [`crate::Error::Store`]; whatever is left is found again by the next sweep.
@@ -57,20 +58,22 @@ pub fn delete_packs(
     store: &Arc<dyn Store>,
     registry: &Arc<Registry>,
     listing: &mut Listing,
-    referenced: impl FnOnce() -> Result<HashSet<String>>,
+    referenced: impl Fn() -> Result<HashSet<String>>,
 ) -> Result<Swept> {
     let high_water = listing.high_water();
-    let committed: Vec<String> = store
+    let needed = referenced()?;
+    let stale: Vec<String> = store
         .list(Folder::Packs)?
         .into_iter()
         .map(|row| row.name)
         .filter(|name| names::parse_pack_name(name).is_some_and(|name| name.seq <= high_water))
+        .filter(|name| !needed.contains(name))
         .collect();
-    let claim = registry.claim(committed.iter().cloned());
-    let referenced = referenced()?;
-    let (doomed, held): (Vec<String>, Vec<String>) = committed
+    let claim = registry.claim(stale.iter().cloned());
+    let needed = referenced()?;
+    let (doomed, held): (Vec<String>, Vec<String>) = stale
         .into_iter()
-        .filter(|name| !referenced.contains(name))
+        .filter(|name| !needed.contains(name))
         .partition(|name| claim.packs().contains(name));
     let freed_bytes = if doomed.is_empty() { 0 } else { store.delete(Folder::Packs, &doomed)? };
     drop(claim);

@@ -3,6 +3,8 @@
 //! The global rayon pool is not used: it does not survive `fork`, and data-loader workers fork. A child
 //! that finds itself in another process builds a pool of its own.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -80,5 +82,33 @@ impl Threads {
         // The threads of a parent's pool don't exist here: dropping it would signal to nobody.
         std::mem::forget(built.replace((process, Arc::clone(&pool))));
         Ok(pool)
+    }
+}
+
+/// Runs a closure; a panic in it becomes [`Error::Internal`] with the panic's text.
+pub fn guarded<T>(run: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+        Err(Error::Internal { what: format!("a background thread panicked: {}", panic_text(panic.as_ref())) })
+    })
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_an_error_with_its_text() {
+        let Err(Error::Internal { what }) = guarded::<()>(|| panic!("chunk {} is odd", 7)) else {
+            panic!("no error")
+        };
+        assert_eq!(what, "a background thread panicked: chunk 7 is odd");
     }
 }

@@ -34,7 +34,7 @@ struct Scenario {
     least_steps: u64,
 }
 
-static SCENARIOS: [Scenario; 7] = [
+static SCENARIOS: [Scenario; 10] = [
     Scenario {
         name: "first save",
         prepare: |_| Ok(()),
@@ -96,6 +96,39 @@ static SCENARIOS: [Scenario; 7] = [
         },
         least_steps: 7,
     },
+    Scenario {
+        name: "merge",
+        prepare: |run| (1..=4).try_for_each(|step| run.save(step)),
+        keep_last: None,
+        work: |run| run.merge(),
+        least_steps: 30,
+    },
+    Scenario {
+        name: "merge of what a merge and a deletion have left, and a save after it",
+        prepare: |run| {
+            (1..=3).try_for_each(|step| run.save(step))?;
+            run.merge()?;
+            (4..=5).try_for_each(|step| run.save(step))?;
+            run.delete(3)
+        },
+        keep_last: None,
+        work: |run| {
+            run.merge()?;
+            run.save(6)
+        },
+        least_steps: 40,
+    },
+    Scenario {
+        name: "merge and delete of the newest, and another merge",
+        prepare: |run| (1..=4).try_for_each(|step| run.save(step)),
+        keep_last: None,
+        work: |run| {
+            run.merge()?;
+            run.delete(4)?;
+            run.merge()
+        },
+        least_steps: 40,
+    },
 ];
 
 /// A disk before the work, and what was promised on it.
@@ -152,19 +185,26 @@ fn hit(scenario: &Scenario, disk: &SimStore, journal: &mut Journal, dress: Dress
 /// Hits every step of opening and working in every mode; returns the number of crash states that were
 /// looked at, or the first thing that does not hold.
 fn hit_every_step(scenario: &Scenario, prepared: &Prepared, dress: Dress) -> Result<u64, String> {
+    Mode::ALL.into_iter().map(|mode| hit_every_step_in(mode, scenario, prepared, dress)).sum()
+}
+
+fn hit_every_step_in(
+    mode: Mode,
+    scenario: &Scenario,
+    prepared: &Prepared,
+    dress: Dress,
+) -> Result<u64, String> {
     let mut state_count = 0;
-    for mode in Mode::ALL {
-        for at_step in 1.. {
-            let disk = prepared.disk.after_power_loss(false);
-            disk.arm(Plan { at_step, mode });
-            let checked = hit_one_step(scenario, prepared, &disk, mode, dress);
-            state_count += checked.map_err(|message| {
-                format!("{}, {mode:?} at step {at_step}: {message}\n{:#?}", scenario.name, disk.log())
-            })?;
-            if !disk.fired() {
-                assert!(at_step > scenario.least_steps, "{}: {:#?}", scenario.name, disk.log());
-                break;
-            }
+    for at_step in 1.. {
+        let disk = prepared.disk.after_power_loss(false);
+        disk.arm(Plan { at_step, mode });
+        let checked = hit_one_step(scenario, prepared, &disk, mode, dress);
+        state_count += checked.map_err(|message| {
+            format!("{}, {mode:?} at step {at_step}: {message}\n{:#?}", scenario.name, disk.log())
+        })?;
+        if !disk.fired() {
+            assert!(at_step > scenario.least_steps, "{}: {:#?}", scenario.name, disk.log());
+            break;
         }
     }
     Ok(state_count)
@@ -274,7 +314,8 @@ fn no_fault_during_a_recovery_loses_or_tears_a_snapshot() {
         Scenario { name: "recovery", prepare: |_| Ok(()), keep_last: None, work: |_| Ok(()), least_steps: 1 };
     let mut published_count = 0;
     let mut removed_count = 0;
-    for name in ["save with retention that deletes", "delete of the newest, and a save after it"] {
+    let names = ["save with retention that deletes", "delete of the newest, and a save after it", "merge"];
+    for name in names {
         let scenario = scenario(name);
         let prepared = Prepared::of(scenario);
         for keep_unsynced in [false, true] {
@@ -329,17 +370,41 @@ fn caught(flaw: Flaw) -> String {
 
 #[test]
 fn a_manifest_that_is_published_before_its_pack_is_caught() {
-    let scenario = scenario("delta save");
-    let dress: Dress = |disk| Arc::new(ManifestFirst { inner: disk, held: Arc::default() });
-    let message = hit_every_step(scenario, &Prepared::of(scenario), dress).unwrap_err();
+    for (name, mode) in [("delta save", PutMode::IfAbsent), ("merge", PutMode::Replace)] {
+        let scenario = scenario(name);
+        let dress: Dress = match mode {
+            PutMode::IfAbsent => |disk| Arc::new(Disordered::new(disk, Some(PutMode::IfAbsent))),
+            PutMode::Replace => |disk| Arc::new(Disordered::new(disk, Some(PutMode::Replace))),
+        };
+        let prepared = Prepared::of(scenario);
+        let message = hit_every_step_in(Mode::Crash, scenario, &prepared, dress).unwrap_err();
+        assert!(message.contains("missing packs") || message.contains("does not load"), "{message}");
+    }
+}
+
+#[test]
+fn old_packs_that_go_before_the_manifests_are_replaced_are_caught() {
+    let scenario = scenario("merge");
+    let dress: Dress = |disk| Arc::new(Disordered::new(disk, None));
+    let message = hit_every_step_in(Mode::Crash, scenario, &Prepared::of(scenario), dress).unwrap_err();
     assert!(message.contains("missing packs") || message.contains("does not load"), "{message}");
 }
 
-/// Confirms packs at once, but publishes them only after the next manifest.
+/// Confirms at once what it does only later: packs, which it publishes after the next manifest of a kind, or
+/// replacements of manifests, which it does after the next deletion.
 #[derive(Debug)]
-struct ManifestFirst {
+struct Disordered {
     inner: SimStore,
+    /// Manifests that come before their packs; `None` where packs are not held back.
+    before_packs: Option<PutMode>,
     held: Arc<Mutex<Vec<Box<dyn StagedWrite>>>>,
+    replacements: Mutex<Vec<(Key, Vec<u8>)>>,
+}
+
+impl Disordered {
+    fn new(inner: SimStore, before_packs: Option<PutMode>) -> Self {
+        Self { inner, before_packs, held: Arc::default(), replacements: Mutex::default() }
+    }
 }
 
 #[derive(Debug)]
@@ -364,13 +429,25 @@ impl StagedWrite for HeldBack {
     }
 }
 
-impl Store for ManifestFirst {
+impl Store for Disordered {
     fn stage(&self, key: &Key) -> Result<Box<dyn StagedWrite>> {
-        Ok(Box::new(HeldBack { inner: self.inner.stage(key)?, held: Arc::clone(&self.held) }))
+        let inner = self.inner.stage(key)?;
+        let is_merged = key.name().contains("-m");
+        if self.before_packs != Some(if is_merged { PutMode::Replace } else { PutMode::IfAbsent }) {
+            return Ok(inner);
+        }
+        Ok(Box::new(HeldBack { inner, held: Arc::clone(&self.held) }))
     }
 
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
+        if self.before_packs.is_none() && mode == PutMode::Replace {
+            self.replacements.lock().unwrap().push((key.clone(), bytes.to_vec()));
+            return Ok(());
+        }
         self.inner.put(key, bytes, mode)?;
+        if self.before_packs != Some(mode) {
+            return Ok(());
+        }
         let held = std::mem::take(&mut *self.held.lock().unwrap());
         held.into_iter().try_for_each(|staged| staged.publish().map(|_published| ()))
     }
@@ -392,7 +469,10 @@ impl Store for ManifestFirst {
     }
 
     fn delete(&self, folder: Folder, names: &[String]) -> Result<u64> {
-        self.inner.delete(folder, names)
+        let freed_bytes = self.inner.delete(folder, names)?;
+        let replacements = std::mem::take(&mut *self.replacements.lock().unwrap());
+        replacements.iter().try_for_each(|(key, bytes)| self.inner.put(key, bytes, PutMode::Replace))?;
+        Ok(freed_bytes)
     }
 
     fn sync_folder(&self, folder: Folder) -> Result<()> {

@@ -218,13 +218,17 @@ fn save_until_killed(place: &Place, first_step: u64) {
 fn pass_every_point(place: &Place) {
     let journal = &mut Journal::default();
     place.work(journal, Some(2), |run| (1..=4).for_each(|step| run.save(step).unwrap()));
-    place.work(journal, None, |run| (5..=6).for_each(|step| run.save(step).unwrap()));
+    place.work(journal, None, |run| {
+        (5..=6).for_each(|step| run.save(step).unwrap());
+        run.merge().unwrap();
+    });
     place.work(journal, Some(1), |run| run.prune().unwrap());
     place.work(journal, None, |run| {
         run.pin("best", 6).unwrap();
         run.save(7).unwrap();
         run.delete(7).unwrap();
         run.save(8).unwrap();
+        run.merge().unwrap();
         run.unpin("best").unwrap();
     });
     for step in 9..=10 {

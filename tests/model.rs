@@ -11,9 +11,10 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use common::journal::Journal;
-use common::oracle::{Case, load_all};
+use common::oracle::{Case, check_leftovers, load_all};
 use common::pattern;
 use common::run::Run;
 use common::sim_store::{Flaw, Mode, Plan, SimStore};
@@ -22,7 +23,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestCaseError, TestRunner};
 use varvite::error::Result;
-use varvite::repository::Repository;
+use varvite::repository::{MergeReport, Repository};
 use varvite::retain::Rule;
 
 const NAMES: [&str; 2] = ["first", "second"];
@@ -38,6 +39,8 @@ enum Operation {
         which: usize,
     },
     Prune,
+    /// Merges everything of which something is gained.
+    Merge,
     Pin {
         name: usize,
         which: usize,
@@ -69,6 +72,7 @@ fn operation() -> impl Strategy<Value = Operation> {
         8 => (0..16_u8).prop_map(|changes| Operation::Save { changes }),
         1 => any::<usize>().prop_map(|which| Operation::SaveOld { which }),
         1 => Just(Operation::Prune),
+        3 => Just(Operation::Merge),
         1 => (0..NAMES.len(), any::<usize>()).prop_map(|(name, which)| Operation::Pin { name, which }),
         1 => (0..NAMES.len()).prop_map(|name| Operation::Unpin { name }),
         2 => any::<usize>().prop_map(|which| Operation::Delete { which }),
@@ -125,7 +129,11 @@ impl World {
             _ => {
                 let before = self.journal.clone();
                 let outcome = self.operate(operation);
-                self.judge(&before, outcome.err().map(|error| error.chain()))
+                self.judge(&before, outcome.err().map(|error| error.chain()))?;
+                match operation {
+                    Operation::Merge => self.look_at_packs(),
+                    _ => Ok(()),
+                }
             }
         }
     }
@@ -157,6 +165,7 @@ impl World {
         match *operation {
             Operation::Save { .. } | Operation::SaveOld { .. } => run.save(step),
             Operation::Prune => run.prune(),
+            Operation::Merge => run.merge(),
             Operation::Pin { name, which } => match pick(run.journal, which) {
                 Some(step)
                     if !run.journal.pins.contains_key(NAMES[name]) && run.journal.open_pins.is_empty() =>
@@ -248,6 +257,24 @@ impl World {
             self.case(|case| case.check_snapshots(&reader))?;
         }
         Ok(())
+    }
+
+    /// After a merge and a prune each pack that lies there is referred to, and a second merge has nothing to do.
+    fn look_at_packs(&mut self) -> Result<(), String> {
+        if self.fault.is_some() {
+            return Ok(());
+        }
+        self.apply(&Operation::Prune)?;
+        let Some(repository) = &self.repository else { return Ok(()) };
+        repository.merge(true, &AtomicBool::new(false)).map_err(|error| error.chain())?;
+        // The pack of a save that failed lies there until the next commit or open.
+        if self.journal.open.is_empty() {
+            check_leftovers(repository, self.disk.staged_lengths().len())?;
+        }
+        match repository.merge(true, &AtomicBool::new(false)) {
+            Ok(report) if report == MergeReport::default() => Ok(()),
+            other => Err(format!("a second merge: {other:?}")),
+        }
     }
 
     /// After a crash: opens, looks, and takes what it finds for promised from now on.

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, final
 
-from varvite.native_types import Header, Plan, Report, Verification
+from varvite.native_types import Header, Merged, Plan, Report, Verification
 
 __all__ = [
     "Engine",
@@ -84,6 +84,7 @@ class Engine:
         threads: int,
         sync: bool,
         rules: str,
+        merge: str,
         rank: int,
         world_size: int,
         compression: str,
@@ -143,6 +144,16 @@ class Engine:
         """Removes a name."""
     def tags(self) -> dict[str, int]:
         """Names and the commit numbers they stand for."""
+    def merge_now(self) -> Merged:
+        """Waits for a merge that runs, then merges everything of which something is gained."""
+    def wait_merge(self) -> None:
+        """Waits until no merge runs in the background."""
+    def stop_merge(self) -> None:
+        """Ends a merge that runs in the background, and starts no more."""
+    def raise_merge_failure(self) -> None:
+        """Raises the oldest failure of a merge in the background that was not raised yet."""
+    def take_merge_findings(self) -> list[tuple[str, int, str, list[int]]]:
+        """Damage that merges in the background met: (object, offset in bytes, what, steps) of each, once."""
     def verify(self, seq: int | None, sample: float) -> Verification:
         """Checks one snapshot, or all."""
     def close(self) -> None:

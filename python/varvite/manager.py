@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from varvite.facts import (
 from varvite.handles import SaveHandle
 from varvite.lifecycle import close_unheard, track
 from varvite.loading import fill_state_dict, load_nest, load_rng, load_tensors
+from varvite.merging import BackgroundMerge
 from varvite.notices import warn
 from varvite.reading import SnapshotView
 from varvite.records import (
@@ -81,7 +83,7 @@ class CheckpointManager:
         delta: Whether a coded chunk may be stored as its difference to an older one.
         staging: `copy`: `save` returns after a copy at memory speed.
         async_save: Whether `save` returns before the snapshot is durable.
-        merge: When old packs are rewritten; not built yet.
+        merge: When old packs are rewritten in the background after a save; `None` for only by `merge_now`.
         remote: A bucket to push to; not built yet.
         sync_every: Push every so many snapshots.
         remote_options: Options of the bucket.
@@ -157,11 +159,13 @@ class CheckpointManager:
             threads=settings.threads,
             sync=settings.fsync,
             rules=settings.rules,
+            merge=settings.merge,
             rank=settings.rank,
             world_size=settings.world_size,
             compression=settings.compression,
             delta=settings.delta,
         )
+        self._merging = BackgroundMerge(self._engine, on_error=settings.on_error)
 
     # ---- save ----------------------------------------------------------------------------------
 
@@ -260,8 +264,15 @@ class CheckpointManager:
         rng: bool = True,
         **objects: Any,
     ) -> SnapshotInfo:
-        """Saves for the last time: durable when it returns; arguments and errors as `save`."""
-        return self.save_sync(step, state, metrics=metrics, metadata=metadata, rng=rng, **objects)
+        """Saves for the last time, and merges if the manager has a policy; arguments and errors as `save`.
+
+        The snapshot is durable when it returns. Where only the merge failed, the snapshot is there.
+        """
+        info = self.save_sync(step, state, metrics=metrics, metadata=metadata, rng=rng, **objects)
+        if self._settings.merge != "null":
+            self.merge_now()
+            info = self._info(self._engine.header(info.seq))
+        return info
 
     # ---- resume and load -----------------------------------------------------------------------
 
@@ -563,8 +574,23 @@ class CheckpointManager:
         self._engine.delete(self._engine.resolve(reference_text(ref)))
 
     def merge_now(self) -> MergeReport:
-        """Rewrites old packs; not built yet."""
-        raise _not_built("merge_now")
+        """Rewrites what is live in old packs, so that they can go; every snapshot stays as it is.
+
+        It waits for the save and the merge that run, then merges everything of which something is gained:
+        a second one has nothing to do. Loads and saves go on beside it. Ctrl-C ends it.
+
+        Returns:
+            What was done. Damage is a finding, not an error: the snapshots concerned are left alone.
+
+        Raises:
+            InvalidInputError: The manager is read-only.
+            CheckpointError: It failed, or an earlier one in the background that no call has raised.
+        """
+        self._must_be_open("merge")
+        self._settle()
+        self._merging.wait()
+        self._merging.raise_failure()
+        return self._merging.now()
 
     def sync_now(self) -> SyncReport:
         """Pushes to the bucket; not built yet."""
@@ -585,32 +611,36 @@ class CheckpointManager:
     # ---- waiting and the end -------------------------------------------------------------------
 
     def flush(self, timeout: float | None = None) -> None:
-        """Waits until all saves are durable.
+        """Waits until all saves are durable; a merge may go on.
 
         Args:
             timeout: Seconds to wait at most.
 
         Raises:
             TimeoutError: A save is still running.
-            CheckpointError: A save failed and no call has raised it yet.
+            CheckpointError: A save or a merge failed and no call has raised it yet.
         """
         self._must_be_open("flush")
         self._background.wait(timeout)
         self._background.raise_failure()
+        self._merging.raise_failure()
 
     def close(self) -> None:
-        """Waits for saves, releases the lock, and raises a failure that no call has raised yet.
+        """Waits for saves, ends a merge, releases the lock, and raises what no call has raised yet.
 
-        Closing again does nothing.
+        What an ended merge has done stays done; the next one goes on. Closing again does nothing.
         """
         if self._closed or os.getpid() != self._process:
             return
         # Ctrl-C here leaves the manager open: a lock let go of now would let another process sweep the
         # files of the save that still runs.
         self._background.wait()
+        self._merging.stop()
         self._closed = True
         self._engine.close()
-        self._background.raise_failure()
+        with contextlib.ExitStack() as failures:
+            failures.callback(self._background.raise_failure)
+            failures.callback(self._merging.raise_failure)
 
     def __del__(self) -> None:
         """Waits for the save that runs: a manager that goes out of scope must not lose it."""
@@ -635,7 +665,8 @@ class CheckpointManager:
 
     def stats(self) -> Stats:
         """Returns figures of all saves of this manager that have ended."""
-        return self._background.stats()
+        stats = self._background.stats()
+        return dataclasses.replace(stats, errors=stats.errors + self._merging.errors())
 
     def print_stats(self) -> None:
         """Prints the figures of `stats`. Never raises, whatever the console."""

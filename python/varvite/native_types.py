@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-__all__ = ["Header", "Plan", "Report", "Verification"]
+__all__ = ["Header", "Merged", "Plan", "Report", "Verification"]
 
 
 class Header(TypedDict):
@@ -51,4 +51,14 @@ class Verification(TypedDict):
     """What a scrub found: bytes checked, and (object, offset in bytes, what, steps) of each finding."""
 
     checked_bytes: int
+    findings: list[tuple[str, int, str, list[int]]]
+
+
+class Merged(TypedDict):
+    """What a merge did: packs rewritten, bytes written and freed, why not, and findings as of a scrub."""
+
+    merged_packs: int
+    written_bytes: int
+    freed_bytes: int
+    stood_down: str | None
     findings: list[tuple[str, int, str, list[int]]]

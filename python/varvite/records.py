@@ -345,10 +345,7 @@ class VerifyReport:
         """Returns a line, and one more for each finding."""
         verdict = "no damage found" if self.ok else f"damage found: {len(self.findings)} places"
         lines = [f"{verdict}, {format_bytes(self.checked_bytes)} checked"]
-        for finding in self.findings:
-            steps = ", ".join(map(str, finding.steps)) or "none"
-            where = f"`{finding.object}` at byte {finding.offset_bytes}"
-            lines.append(f"  {where}: {finding.what}; snapshots of steps: {steps}")
+        lines += [f"  {line}" for line in map(_finding_line, self.findings)]
         return "\n".join(lines)
 
 
@@ -359,23 +356,30 @@ class MergeReport:
     Attributes:
         merged_packs: Number of packs that were rewritten.
         written_bytes: Bytes written.
-        freed_bytes: Bytes of packs that went.
-        stood_down: Why nothing was done, or `None`.
+        freed_bytes: Bytes of packs that went. A pack that a reader or a save holds goes later.
+        stood_down: Why the merge, or a part of it, was not done, or `None`. Where nothing is to be gained, it
+            is `None`, and the numbers are 0.
+        findings: Damage that was met; the snapshots concerned are left as they are.
     """
 
     merged_packs: int = 0
     written_bytes: int = 0
     freed_bytes: int = 0
     stood_down: str | None = None
+    findings: list[Finding] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Returns one line."""
+        """Returns one line, and one more for each finding."""
+        lines = []
+        if self.stood_down is None or self.merged_packs:
+            lines.append(
+                f"merged {self.merged_packs} packs: wrote {format_bytes(self.written_bytes)}, "
+                f"freed {format_bytes(self.freed_bytes)}"
+            )
         if self.stood_down is not None:
-            return f"no merge: {self.stood_down}"
-        return (
-            f"merged {self.merged_packs} packs: wrote {format_bytes(self.written_bytes)}, "
-            f"freed {format_bytes(self.freed_bytes)}"
-        )
+            lines.append(f"no merge: {self.stood_down}")
+        lines += [f"  {line}" for line in map(_finding_line, self.findings)]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -477,7 +481,7 @@ class Stats:
         stored_bytes: Bytes written by them.
         blocked_seconds: Time the caller waited in `save`.
         queue_seconds: Part of it: waiting for an earlier save.
-        errors: Texts of the saves that failed, oldest first.
+        errors: Texts of the saves that failed, oldest first, then those of merges in the background.
     """
 
     saves: list[SaveStats] = field(default_factory=list)
@@ -517,6 +521,12 @@ def format_bytes(length_bytes: int) -> str:
         size, power = size / 1000, power + 1
     digits = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
     return f"{size:.{digits}f} {_UNITS[power]}"
+
+
+def _finding_line(finding: Finding) -> str:
+    steps = ", ".join(map(str, finding.steps)) or "none"
+    where = f"`{finding.object}` at byte {finding.offset_bytes}"
+    return f"{where}: {finding.what}; snapshots of steps: {steps}"
 
 
 def _differences(

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -27,8 +27,10 @@ class MergePolicy:
 
     Attributes:
         stride: Merge after this many saves; 0 for never by count.
-        max_packs: Merge when a snapshot refers to more packs than this.
-        dead_ratio: Merge a pack when more than this share of its bytes is referred to by nobody.
+        max_packs: Merge when a snapshot refers to more packs than this, for each of its ranks. Its smallest
+            packs go, until half of that is left.
+        dead_ratio: Merge a pack when more than this share of its bytes is referred to by nobody. One of less
+            than 1 MiB waits until it is merged with others.
 
     Example:
         >>> MergePolicy().max_packs
@@ -41,7 +43,9 @@ class MergePolicy:
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing."""
-        if self.stride < 0 or self.max_packs < 1 or not 0 < self.dead_ratio <= 1:
+        counts = (self.stride, self.max_packs)
+        is_whole = all(isinstance(count, int) and not isinstance(count, bool) for count in counts)
+        if not is_whole or self.stride < 0 or self.max_packs < 1 or not 0 < self.dead_ratio <= 1:
             raise _refuse("merge", self, "`stride` from 0, `max_packs` from 1, `dead_ratio` in (0, 1]")
 
 
@@ -52,6 +56,7 @@ class Settings:
     Attributes:
         path: Folder of the repository.
         rules: Retention rules as JSON, `[]` for none.
+        merge: The merge policy as JSON, `null` for none.
         async_save: Whether `save` returns before the snapshot is durable.
         threads: Threads that copy, digest and read.
         chunk_bytes: Raw bytes of a chunk.
@@ -68,6 +73,7 @@ class Settings:
 
     path: Path
     rules: str
+    merge: str
     async_save: bool
     threads: int
     chunk_bytes: int
@@ -96,12 +102,13 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
     _check_choices(arguments)
     _check_not_built(arguments)
     rank, world_size = _topology(arguments["rank"], arguments["world_size"], arguments["process_group"])
-    keep = arguments["keep"]
+    keep, merge = arguments["keep"], arguments["merge"]
     if keep is not None and not isinstance(keep, Keep):
         raise _refuse("keep", keep, "a policy of `varvite.keep`, such as `keep.last(3)`, or None")
     return Settings(
         path=_folder(path),
         rules=json.dumps([] if keep is None else keep.rules()),
+        merge=json.dumps(None if merge is None else asdict(merge)),
         async_save=bool(arguments["async_save"]),
         threads=_threads(arguments["threads"]),
         chunk_bytes=_chunk_bytes(arguments["chunk_bytes"]),
@@ -156,7 +163,6 @@ def _check_choices(arguments: Mapping[str, Any]) -> None:
 def _check_not_built(arguments: Mapping[str, Any]) -> None:
     wishes = {
         "staging": arguments["staging"] != "copy",
-        "merge": arguments["merge"] is not None,
         "remote": arguments["remote"] is not None,
         "remote_options": arguments["remote_options"] is not None,
     }

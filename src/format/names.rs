@@ -13,31 +13,44 @@ const TOMBSTONE_SUFFIX: &str = ".deleted";
 /// What the name of a pack says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PackName {
-    /// Commit number of the save that wrote it.
+    /// Commit number of the save that wrote it; of a merge, that of the newest snapshot it served.
     pub seq: u64,
     /// Rank that wrote it.
     pub rank: u32,
+    /// True where a merge wrote it, not a save.
+    pub is_merged: bool,
     /// Random number that tells two attempts at one save apart.
     pub random: u64,
 }
 
-/// Name of a pack: `<seq>-r<rank>-<16 hex>.pack`.
+/// Name of a pack that a save writes: `<seq>-r<rank>-<16 hex>.pack`.
 #[must_use]
 pub fn pack_name(seq: u64, rank: u32, random: u64) -> String {
     format!("{seq}-r{rank}-{random:016x}{PACK_SUFFIX}")
 }
 
-/// Reads a name that [`pack_name`] can have built, and no other.
+/// Name of a pack that a merge writes: `<seq>-m<rank>-<16 hex>.pack`.
+#[must_use]
+pub fn merged_pack_name(seq: u64, rank: u32, random: u64) -> String {
+    format!("{seq}-m{rank}-{random:016x}{PACK_SUFFIX}")
+}
+
+/// Reads a name that [`pack_name`] or [`merged_pack_name`] can have built, and no other.
 #[must_use]
 pub fn parse_pack_name(name: &str) -> Option<PackName> {
-    let (seq, rest) = name.strip_suffix(PACK_SUFFIX)?.split_once("-r")?;
-    let (rank, random) = rest.split_once('-')?;
+    let (seq, rest) = name.strip_suffix(PACK_SUFFIX)?.split_once('-')?;
+    let (writer, random) = rest.split_once('-')?;
+    let (is_merged, rank) = match writer.strip_prefix('m') {
+        Some(rank) => (true, rank),
+        None => (false, writer.strip_prefix('r')?),
+    };
     if random.len() != 16 || !random.bytes().all(is_lower_hex) {
         return None;
     }
     Some(PackName {
         seq: parse_seq(seq)?,
         rank: u32::try_from(parse_decimal(rank)?).ok()?,
+        is_merged,
         random: u64::from_str_radix(random, 16).ok()?,
     })
 }
@@ -93,8 +106,11 @@ mod tests {
     #[test]
     fn pack_names_round_trip() {
         for (seq, rank, random) in [(1, 0, 0), (42, 7, 0x9f3c), (u64::MAX, u32::MAX, u64::MAX)] {
-            assert_eq!(parse_pack_name(&pack_name(seq, rank, random)), Some(PackName { seq, rank, random }));
+            let parsed = |is_merged| Some(PackName { seq, rank, is_merged, random });
+            assert_eq!(parse_pack_name(&pack_name(seq, rank, random)), parsed(false));
+            assert_eq!(parse_pack_name(&merged_pack_name(seq, rank, random)), parsed(true));
         }
+        assert_eq!(merged_pack_name(42, 7, 0x9f3c), "42-m7-0000000000009f3c.pack");
         assert_eq!(pack_name(42, 7, 0x9f3c), "42-r7-0000000000009f3c.pack");
     }
 
@@ -112,6 +128,10 @@ mod tests {
             "0-r7-0000000000009f3c.pack",
             "+42-r7-0000000000009f3c.pack",
             "42-r-0000000000009f3c.pack",
+            "42-m-0000000000009f3c.pack",
+            "42-7-0000000000009f3c.pack",
+            "42-rm7-0000000000009f3c.pack",
+            "42-M7-0000000000009f3c.pack",
             "42-r4294967296-0000000000009f3c.pack",
             "18446744073709551616-r0-0000000000009f3c.pack",
             "../42-r7-0000000000009f3c.pack",

@@ -133,7 +133,11 @@ fn check_packs(place: Place<'_>, body: &Body, scope: Scope<'_>) -> Result<Vec<Pa
     let mut bounds = Vec::with_capacity(body.packs.len());
     for pack in &body.packs {
         let parsed = parse_pack_name(&pack.name).ok_or_else(|| {
-            place.corrupt("name of a pack", "<seq>-r<rank>-<16 hex digits>.pack", shown(&pack.name))
+            place.corrupt(
+                "name of a pack",
+                "<seq>-r<rank>-<16 hex digits>.pack, or with `m` for `r`",
+                shown(&pack.name),
+            )
         })?;
         if !names.insert(pack.name.as_str()) {
             return Err(place.corrupt("packs", "each pack once", &pack.name));

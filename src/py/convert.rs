@@ -1,13 +1,13 @@
 //! Engine structs as plain Python dicts; `manager.py` makes the public dataclasses of them.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::PyDict;
 
 use crate::catalog;
 use crate::format::model::Header;
-use crate::repository::SaveReport;
+use crate::repository::{MergeReport, SaveReport};
 use crate::retain::Plan;
-use crate::verify::Report;
+use crate::verify::{Finding, Report};
 
 /// Facts of a snapshot.
 pub(crate) fn header<'py>(py: Python<'py>, header: &Header) -> PyResult<Bound<'py, PyDict>> {
@@ -56,11 +56,26 @@ pub(crate) fn plan<'py>(py: Python<'py>, plan: &Plan, freed_bytes: u64) -> PyRes
 pub(crate) fn verification<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("checked_bytes", report.checked_bytes)?;
-    let findings = PyList::empty(py);
-    for finding in &report.findings {
-        let steps: Vec<u64> = finding.steps.iter().copied().collect();
-        findings.append((&finding.object, finding.offset_bytes, &finding.what, steps))?;
-    }
-    dict.set_item("findings", findings)?;
+    dict.set_item("findings", findings(&report.findings))?;
     Ok(dict)
+}
+
+/// What a merge did.
+pub(crate) fn merge<'py>(py: Python<'py>, report: &MergeReport) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("merged_packs", report.merged_pack_count)?;
+    dict.set_item("written_bytes", report.written_bytes)?;
+    dict.set_item("freed_bytes", report.freed_bytes)?;
+    dict.set_item("stood_down", report.stood_down.as_deref())?;
+    dict.set_item("findings", findings(&report.findings))?;
+    Ok(dict)
+}
+
+/// (object, offset in bytes, what, steps) of each.
+pub(crate) fn findings(findings: &[Finding]) -> Vec<(String, u64, String, Vec<u64>)> {
+    let row = |finding: &Finding| {
+        let steps = finding.steps.iter().copied().collect();
+        (finding.object.clone(), finding.offset_bytes, finding.what.clone(), steps)
+    };
+    findings.iter().map(row).collect()
 }

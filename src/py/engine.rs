@@ -9,7 +9,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde_json::value::RawValue;
 
+use crate::compact::MergePolicy;
 use crate::error::{Error, Result};
+use crate::merger::Merger;
 use crate::plan::Compression;
 use crate::repository::{Access, Options, Repository, SaveRequest};
 use crate::retain::Rule;
@@ -32,13 +34,14 @@ type Damaged = Vec<(u64, String)>;
 #[pyclass(frozen, module = "varvite._native")]
 pub(crate) struct Engine {
     repository: Repository,
+    merger: Arc<Merger>,
 }
 
 #[pymethods]
 #[expect(clippy::needless_pass_by_value, reason = "arguments are extracted from Python as owned values")]
 impl Engine {
     #[new]
-    #[pyo3(signature = (path, *, access, chunk_bytes, threads, sync, rules, rank, world_size, compression, delta))]
+    #[pyo3(signature = (path, *, access, chunk_bytes, threads, sync, rules, merge, rank, world_size, compression, delta))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one Python call")]
     fn new(
         py: Python<'_>,
@@ -48,6 +51,7 @@ impl Engine {
         threads: usize,
         sync: bool,
         rules: &str,
+        merge: &str,
         rank: u32,
         world_size: u32,
         compression: &str,
@@ -79,13 +83,16 @@ impl Engine {
             };
             let rules: Vec<Rule> =
                 serde_json::from_str(rules).map_err(|error| Error::invalid("keep", error.to_string()))?;
+            let merge: Option<MergePolicy> =
+                serde_json::from_str(merge).map_err(|error| Error::invalid("merge", error.to_string()))?;
             let store = LocalStore::open(&path, LocalOptions { sync, read_only: access == Access::Read })?;
             Repository::open(
                 Arc::new(store),
-                Options { access, chunk_bytes, threads, rules, rank, world_size, compression, delta },
+                Options { access, chunk_bytes, threads, rules, merge, rank, world_size, compression, delta },
             )
         };
-        py.detach(open).map(|repository| Self { repository }).map_err(|error| raise(py, &error))
+        let repository = py.detach(open).map_err(|error| raise(py, &error))?;
+        Ok(Self { merger: Merger::new(repository.clone()), repository })
     }
 
     /// The root, for messages.
@@ -129,7 +136,7 @@ impl Engine {
         let request = texts.request(step, metrics, entries).map_err(|error| raise(py, &error))?;
         let started = py.detach(|| {
             let bytes: Vec<&[u8]> = memories.iter().map(Memory::bytes).collect();
-            Job::start(self.repository.begin_save(request, &bytes)?)
+            Job::start(self.repository.begin_save(request, &bytes)?, Arc::clone(&self.merger))
         });
         drop(sources);
         started.map(|job| SaveJob { job }).map_err(|error| raise(py, &error))
@@ -158,7 +165,9 @@ impl Engine {
             repository.save_sync(request, &bytes, &cancelled)
         });
         drop(sources);
-        convert::report(py, &report?)
+        let report = report?;
+        self.merger.notice(true);
+        convert::report(py, &report)
     }
 
     /// Commit numbers, newest first.
@@ -222,6 +231,35 @@ impl Engine {
     fn tags(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
         let tags = py.detach(|| self.repository.tags()).map_err(|error| raise(py, &error))?;
         Ok(tags.into_iter().map(|(name, tag)| (name, tag.seq)).collect())
+    }
+
+    /// Waits for a merge that runs, then merges everything of which something is gained.
+    fn merge_now<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let cancelled = AtomicBool::new(false);
+        let report = interruptible(py, &cancelled, || self.merger.merge_now(&cancelled))?;
+        convert::merge(py, &report)
+    }
+
+    /// Waits until no merge runs in the background.
+    fn wait_merge(&self, py: Python<'_>) -> PyResult<()> {
+        let cancelled = AtomicBool::new(false);
+        interruptible(py, &cancelled, || self.merger.wait(&cancelled))
+    }
+
+    /// Ends a merge that runs in the background, and starts no more.
+    fn stop_merge(&self, py: Python<'_>) -> PyResult<()> {
+        let cancelled = AtomicBool::new(false);
+        interruptible(py, &cancelled, || self.merger.stop(&cancelled))
+    }
+
+    /// Raises the oldest failure of a merge in the background that was not raised yet.
+    fn raise_merge_failure(&self, py: Python<'_>) -> PyResult<()> {
+        self.merger.take_failure().map_or(Ok(()), |error| Err(raise(py, &error)))
+    }
+
+    /// Damage that merges in the background met: (object, offset in bytes, what, steps) of each, once.
+    fn take_merge_findings(&self) -> Vec<(String, u64, String, Vec<u64>)> {
+        convert::findings(&self.merger.take_findings())
     }
 
     /// Checks one snapshot, or all.

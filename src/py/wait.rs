@@ -7,7 +7,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 
 use crate::error::{Error, Result};
-use crate::saver::guarded;
+use crate::threads::guarded;
 
 use super::error::raise;
 

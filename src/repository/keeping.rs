@@ -2,7 +2,7 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::format::limits;
@@ -172,8 +172,10 @@ impl Shared {
             }
             state.listing.clone()
         };
-        sweep::delete_manifests(&self.store, &mut listing, seqs)?;
         {
+            // IMPORTANT: a merge that replaced one of these manifests meanwhile would bring it back.
+            let _replacing = self.replacing.lock().unwrap_or_else(PoisonError::into_inner);
+            sweep::delete_manifests(&self.store, &mut listing, seqs)?;
             let mut state = self.lock_state();
             for seq in seqs {
                 state.listing.seqs.remove(seq);
@@ -187,7 +189,10 @@ impl Shared {
             // Before the sweep: what becomes stale while it runs is for the next one.
             state.stale_packs = false;
         }
+        let before = listing.tombstones.clone();
         let swept = sweep::delete_packs(&self.store, &self.registry, &mut listing, || {
+            // A manifest that a merge could not replace surely is made durable first, whichever it is.
+            drop(self.refreshed()?);
             Ok(self
                 .load_pack_tables()?
                 .values()
@@ -196,7 +201,8 @@ impl Shared {
         })?;
         let mut state = self.lock_state();
         state.stale_packs |= swept.held_count > 0;
-        state.listing.tombstones.retain(|seq| listing.tombstones.contains(seq));
+        // Others may have been added meanwhile: a merge sweeps beside a retention.
+        state.listing.tombstones.retain(|seq| !before.contains(seq) || listing.tombstones.contains(seq));
         Ok(swept.freed_bytes)
     }
 
@@ -214,8 +220,9 @@ impl Shared {
         for seq in seqs {
             if let Entry::Vacant(slot) = tables.entry(seq) {
                 let table = Arc::new(self.manifest(seq)?.body.packs);
-                self.lock_state().pack_tables.insert(seq, Arc::clone(&table));
-                slot.insert(table);
+                // What is known by now is newer: the table of a manifest that a merge has replaced since.
+                let mut state = self.lock_state();
+                slot.insert(Arc::clone(state.pack_tables.entry(seq).or_insert(table)));
             }
         }
         Ok(tables)

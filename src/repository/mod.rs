@@ -4,10 +4,11 @@
 //! safe to use from many threads; one process at a time holds it for writing.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::catalog::{self, Mode, Reference};
+use crate::compact::MergePolicy;
 use crate::error::{Error, Result};
 use crate::format::model::{Header, Manifest, PackRecord};
 use crate::format::{limits, manifest, names};
@@ -19,21 +20,24 @@ use crate::retain::Rule;
 use crate::stage::StagePool;
 use crate::store::{Folder, Key, Store, WriterLock};
 use crate::threads::Threads;
-use crate::verify;
 
 mod chance;
 mod foundation;
 mod header;
 mod keeping;
+mod merging;
 mod open;
 mod save;
+mod scrub;
 mod snapshot;
 
+pub use merging::MergeReport;
 pub use save::{SaveReport, SaveRequest, SaveSession};
 pub use snapshot::Snapshot;
 
 use chance::holder;
 use header::{check_seq, read_header};
+use merging::Merging;
 use open::{check_options, open_marker, refuse_foreign};
 
 /// What a handle may do.
@@ -58,6 +62,8 @@ pub struct Options {
     pub threads: usize,
     /// Retention; empty keeps everything.
     pub rules: Vec<Rule>,
+    /// When old packs are rewritten; `None` for never by itself.
+    pub merge: Option<MergePolicy>,
     /// Rank of this process.
     pub rank: u32,
     /// Ranks that save together.
@@ -75,6 +81,7 @@ impl Default for Options {
             chunk_bytes: 1 << 20,
             threads: 1,
             rules: Vec::new(),
+            merge: None,
             rank: 0,
             world_size: 1,
             compression: Compression::default(),
@@ -101,6 +108,12 @@ struct Shared {
     lock: Mutex<Option<Box<dyn WriterLock>>>,
     state: Mutex<State>,
     experience: Mutex<Experience>,
+    /// Taken for a whole merge: they run one after the other.
+    merging: Mutex<Merging>,
+    /// Taken to replace a manifest or to delete some: what is deleted is not replaced.
+    replacing: Mutex<()>,
+    /// The handle is being closed: a merge that runs ends.
+    closing: AtomicBool,
     /// Process that opened it: a forked child must not write.
     process: u32,
 }
@@ -116,6 +129,8 @@ struct State {
     current: Option<u64>,
     resumed_from: Option<u64>,
     last_tried_seq: u64,
+    /// Manifests that merges of this handle have replaced.
+    merge_count: u64,
     /// Packs may lie around that no manifest refers to: the next sweep looks.
     stale_packs: bool,
     /// Something failed midway, so that the store may have other snapshots than `listing` says.
@@ -186,6 +201,9 @@ impl Repository {
                 lock: Mutex::new(lock),
                 state: Mutex::new(state),
                 experience: Mutex::default(),
+                merging: Mutex::default(),
+                replacing: Mutex::default(),
+                closing: AtomicBool::new(false),
                 process: std::process::id(),
             }),
         })
@@ -280,67 +298,37 @@ impl Repository {
     /// # Errors
     /// [`Error::SnapshotNotFound`], [`Error::Corrupt`], [`Error::Unsupported`].
     pub fn snapshot(&self, seq: u64) -> Result<Snapshot> {
-        let manifest = self.shared.manifest(seq)?;
-        let packs = manifest.body.packs.iter().map(|record| record.name.clone());
-        let (hold, gone) = self.shared.registry.hold(Some(seq), packs);
-        if !gone.is_empty() {
-            return Err(self.shared.no_such_seq(seq));
-        }
-        // Packs are claimed for deletion only after the manifest is gone: while it is there, they are held.
-        self.shared.require_manifest(seq)?;
-        Ok(Snapshot { manifest, shared: Arc::clone(&self.shared), _hold: hold })
+        Snapshot::open(Arc::clone(&self.shared), seq)
     }
 
     /// Notes that this run continues from a snapshot: it is the parent of the next save and is kept.
     /// `verified` says that every chunk of it was read and verified by this handle.
     pub fn adopt(&self, snapshot: &Snapshot, verified: bool) {
-        let seq = snapshot.manifest.header.seq;
-        let mut state = self.shared.lock_state();
-        state.current = Some(seq);
-        state.resumed_from = Some(seq);
-        state.base = Some(Arc::new(Base::new(seq, snapshot.manifest.body.clone(), verified)));
-    }
-
-    /// Checks packs and chunks of one snapshot, or of all of them.
-    ///
-    /// # Errors
-    /// [`Error::Interrupted`] after a cancel. Damage is a finding, not an error.
-    pub fn verify(&self, seq: Option<u64>, sample: f64, cancelled: &AtomicBool) -> Result<verify::Report> {
-        let mut report = verify::Report::default();
-        let seqs: Vec<u64> = match seq {
-            Some(seq) => vec![seq],
-            None => self.candidates()?.into_iter().rev().collect(),
-        };
-        let mut manifests = Vec::new();
-        for seq in seqs {
-            match self.shared.manifest(seq) {
-                Ok(manifest) => manifests.push(manifest),
-                Err(error @ Error::SnapshotNotFound { .. }) => return Err(error),
-                Err(error) => {
-                    report.add_error(&error, &format!("snapshots/{}", names::manifest_name(seq)), None);
-                }
+        let seq = snapshot.manifest().header.seq;
+        loop {
+            let merge_count = self.shared.lock_state().merge_count;
+            // A merge may have replaced its manifest: the next save must not bring the old packs back.
+            let now = if merge_count == snapshot.merge_count() {
+                Some(snapshot.latest())
+            } else {
+                self.shared.manifest(seq).ok().map(Arc::new)
+            };
+            let base = now.map(|now| Arc::new(Base::new(seq, now.body.clone(), verified)));
+            let mut state = self.shared.lock_state();
+            if state.merge_count == merge_count {
+                state.current = Some(seq);
+                state.resumed_from = Some(seq);
+                state.base = base;
+                return;
             }
         }
-        verify::verify(
-            self.shared.store.as_ref(),
-            &self.shared.threads,
-            &manifests,
-            sample,
-            cancelled,
-            &mut report,
-        )?;
-        if let Err(error) = open_marker(&self.shared.store, &Listing::default(), false) {
-            report.add_error(&error, names::MARKER_NAME, None);
-        }
-        if let Err(error) = self.tags() {
-            report.add_error(&error, "tags", None);
-        }
-        Ok(report)
     }
 
     /// Releases the writer lock. Saves that are running keep the repository usable until they end, so
-    /// callers wait for them first.
+    /// callers wait for them first; a merge that runs is ended.
     pub fn close(&self) {
+        self.shared.closing.store(true, Ordering::Relaxed);
+        drop(self.shared.merging.lock().unwrap_or_else(PoisonError::into_inner));
         *self.shared.lock.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 

@@ -3,6 +3,7 @@
 #![cfg_attr(test, allow(dead_code, reason = "every test file uses its own part of this module"))]
 #![expect(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
+pub(crate) mod hooked;
 pub(crate) mod journal;
 pub(crate) mod oracle;
 pub(crate) mod run;

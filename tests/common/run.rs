@@ -59,6 +59,11 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Merges everything of which something is gained; no snapshot comes or goes.
+    pub(crate) fn merge(&mut self) -> Result<()> {
+        self.repository.merge(true, &AtomicBool::new(false)).map(|_report| ())
+    }
+
     /// Deletes an acknowledged snapshot.
     pub(crate) fn delete(&mut self, step: u64) -> Result<()> {
         let seq = self.journal.kept[&step];

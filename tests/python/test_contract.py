@@ -241,7 +241,6 @@ def test_a_wrong_path_is_refused(path):
     "arguments",
     [
         {"staging": "cow"},
-        {"merge": MergePolicy()},
         {"remote": "s3://bucket/run"},
         {"rank": 0, "world_size": 2},
     ],
@@ -257,7 +256,6 @@ def test_what_is_not_built_yet_says_so(tmp_path, arguments):
 def test_methods_that_are_not_built_yet_say_so(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         calls = {
-            "merge_now": manager.merge_now,
             "sync_now": manager.sync_now,
             "create_snapshot": lambda: manager.create_snapshot(1, metrics={"loss": 1.0}),
             "save_rank": lambda: manager.save_rank("session", 0, {}),
@@ -268,7 +266,7 @@ def test_methods_that_are_not_built_yet_say_so(tmp_path):
                 call()
 
 
-@pytest.mark.parametrize("policy", [{"stride": -1}, {"max_packs": 0}, {"dead_ratio": 0}, {"dead_ratio": 1.5}])
+@pytest.mark.parametrize("policy", [{"stride": -1}, {"stride": 1.5}, {"max_packs": 0}, {"max_packs": True}, {"dead_ratio": 0}, {"dead_ratio": 1.5}])
 def test_a_merge_policy_refuses_values_that_mean_nothing(policy):
     with pytest.raises(InvalidInputError, match="`stride` from 0, `max_packs` from 1"):
         MergePolicy(**policy)

@@ -7,7 +7,9 @@ mod common;
 
 mod coding;
 mod keeping;
+mod merging;
 mod opening;
+mod races;
 mod ranks;
 mod reuse;
 mod round_trip;

@@ -22,6 +22,7 @@ _COMMANDS: Final = {
     "verify": ("checking", "Check bytes against their digests."),
     "du": ("usage", "Show what takes the space."),
     "prune": ("retaining", "Remove what no policy keeps."),
+    "merge": ("merging", "Rewrite old packs, so that they can go."),
     "pin": ("retaining", "Name a snapshot, and so keep it."),
     "unpin": ("retaining", "Take a name away again."),
     "doctor": ("examining", "Probe a folder, and the repository in it."),
