@@ -113,12 +113,16 @@ impl Chunk<'_> {
         if alone.share() > GAIN_SHARE {
             return Codec::Store;
         }
-        let codec = if alone.zstd_share.is_some() && self.encode_zstd(zstandard::FAST_LEVEL, scratch, out) {
-            Codec::Zstd
-        } else {
-            self.encode_planes(alone.planes, scratch, out);
-            Codec::Planes
-        };
+        // Repeats may lie too far apart for a sample to see: other dtypes are rare enough to try.
+        let zstd_limit = alone.planes.share.min(GAIN_SHARE);
+        let codec =
+            if !self.elements.is_float && self.encode_zstd(zstandard::FAST_LEVEL, zstd_limit, scratch, out) {
+                Codec::Zstd
+            } else {
+                out.clear();
+                self.encode_planes(alone.planes, scratch, out);
+                Codec::Planes
+            };
         self.kept(codec, out)
     }
 
@@ -132,7 +136,7 @@ impl Chunk<'_> {
         let mut codec = Codec::Planes;
         let mut candidate = std::mem::take(&mut scratch.candidate);
         if may_repeat
-            && self.encode_zstd(zstandard::MAX_LEVEL, scratch, &mut candidate)
+            && self.encode_zstd(zstandard::MAX_LEVEL, GAIN_SHARE, scratch, &mut candidate)
             && candidate.len() < out.len()
         {
             std::mem::swap(out, &mut candidate);
@@ -185,8 +189,9 @@ impl Chunk<'_> {
         Codec::Delta
     }
 
-    fn encode_zstd(&self, level: i32, scratch: &mut Scratch, out: &mut Vec<u8>) -> bool {
-        let limit_bytes = (self.raw.len() as f64 * GAIN_SHARE) as usize;
+    /// False, and nothing of use in `out`, where the frame takes more than this share.
+    fn encode_zstd(&self, level: i32, share: f64, scratch: &mut Scratch, out: &mut Vec<u8>) -> bool {
+        let limit_bytes = (self.raw.len() as f64 * share) as usize;
         scratch.contexts.compress(self.raw, level, limit_bytes, out)
     }
 

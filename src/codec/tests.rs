@@ -239,6 +239,16 @@ fn codecs_are_chosen_for_what_they_are_good_at() {
     }
 }
 
+#[test]
+fn repeats_that_no_sample_sees_are_found() {
+    let sentence: Vec<u8> = noise(60_000).iter().map(|&byte| u8::from(byte > 230)).collect();
+    let raw: Vec<u8> = sentence.iter().copied().cycle().take(1 << 20).collect();
+    for effort in EFFORTS {
+        let (codec, stored) = round_trip(Dtype::Uint8, &raw, None, effort, &mut Scratch::default());
+        assert!(codec == Codec::Zstd && stored < 20_000, "{codec:?}, {stored} bytes");
+    }
+}
+
 /// A difference ties a chunk to its base, so a small gain is no reason for one.
 #[test]
 fn a_base_that_gains_little_is_not_used() {
