@@ -1,6 +1,6 @@
 //! One save from the caller's tensors to a committed snapshot.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -11,6 +11,7 @@ use crate::commit;
 use crate::error::{Error, Result};
 use crate::format::model::{Header, RankStructure};
 use crate::format::names;
+use crate::inflight::Hold;
 use crate::kill;
 use crate::plan::Base;
 use crate::retain;
@@ -152,14 +153,9 @@ impl SaveSession {
     fn write_and_commit(self, sources: &[&[u8]], cancelled: &AtomicBool) -> Result<SaveReport> {
         let shared = Arc::clone(&self.shared);
         let copy_seconds = self.copy_seconds;
-        let base = shared.base_for_save();
         let pack_name = names::pack_name(self.seq, shared.options.rank, random_u128() as u64);
-        let held = base
-            .iter()
-            .flat_map(|base| base.packs.iter().map(|record| record.name.clone()))
-            .chain([pack_name.clone()]);
         // IMPORTANT: held until the commit is in `state`, which a sweep reads after it has claimed packs.
-        let (guard, gone_packs) = shared.registry.hold(base.as_ref().map(|base| base.seq), held);
+        let (base, guard, gone_packs) = shared.hold_base(&pack_name);
         let written = write_pack(self.into_job(pack_name.clone(), base, gone_packs), sources, cancelled)?;
 
         let committing = Instant::now();
@@ -198,12 +194,7 @@ impl SaveSession {
         })
     }
 
-    fn into_job(
-        self,
-        pack_name: String,
-        base: Option<Arc<Base>>,
-        gone_packs: std::collections::HashSet<String>,
-    ) -> WriteJob {
+    fn into_job(self, pack_name: String, base: Option<Arc<Base>>, gone_packs: HashSet<String>) -> WriteJob {
         let options = &self.shared.options;
         let header = Header {
             repository_id: self.shared.repository_id.clone(),
@@ -260,6 +251,21 @@ impl Shared {
             self.lock_state().base = Some(Arc::clone(&base));
             Some(base)
         })
+    }
+
+    /// Holds the base and its packs, and the pack that is to be written; returns the packs that are gone.
+    fn hold_base(&self, pack_name: &str) -> (Option<Arc<Base>>, Hold, HashSet<String>) {
+        loop {
+            let base = self.base_for_save();
+            let packs = base.iter().flat_map(|base| &base.packs).map(|record| record.name.clone());
+            let (hold, gone_packs) =
+                self.registry.hold(base.as_ref().map(|base| base.seq), packs.chain([pack_name.to_owned()]));
+            let now = self.lock_state().base.clone();
+            // A merge in between has made another base of it, and its packs may be gone already.
+            if base.as_ref().map(Arc::as_ptr) == now.as_ref().map(Arc::as_ptr) {
+                return (base, hold, gone_packs);
+            }
+        }
     }
 
     /// Removes the pack of a save whose commit failed, unless its manifest may have become visible.
