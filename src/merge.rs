@@ -163,7 +163,7 @@ impl Sources {
             let opened = match store.open(&Key::new(Folder::Packs, &record.name)?) {
                 Ok(object) if object.length_bytes() == record.length_bytes => Ok(object),
                 Ok(object) => Err(format!("a pack of {} bytes", object.length_bytes()).into()),
-                Err(error) if error.is_not_found() => Err("no pack".into()),
+                Err(error) if error.is_damage() => Err(error.chain().into()),
                 Err(error) => return Err(error),
             };
             sources.packs.insert(index, opened);

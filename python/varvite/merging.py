@@ -1,4 +1,4 @@
-"""Merges of old packs: asking for one, waiting for the one behind the training loop, hearing of its failure."""
+"""Merges of old packs: asking for one, waiting for the one in the background, hearing of its failure."""
 
 from __future__ import annotations
 

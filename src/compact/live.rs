@@ -138,6 +138,19 @@ impl Moves {
         self.places.values().all(HashMap::is_empty)
     }
 
+    /// Goes on to where a later merge has moved what this one had copied; what that left behind is no longer
+    /// to be had.
+    pub fn go_on(&mut self, later: &Self) {
+        let Some(further) = later.places.get(&self.pack.name) else { return };
+        for places in self.places.values_mut() {
+            places.retain(|_, moved| {
+                let next = further.get(&moved.offset_bytes);
+                next.map(|next| *moved = *next).is_some()
+            });
+        }
+        self.pack = later.pack.clone();
+    }
+
     /// Names of the packs that were merged.
     pub fn sources(&self) -> impl Iterator<Item = &str> {
         self.places.keys().map(String::as_str)

@@ -23,15 +23,23 @@ pub(super) struct Foundation {
 }
 
 impl Shared {
-    /// Opens the packs of a base, and registers them and the pack that is about to be written.
-    pub(super) fn foundation(&self, base: Option<Arc<Base>>, pack_name: &str) -> Foundation {
-        let held = base
-            .iter()
-            .flat_map(|base| base.packs.iter().map(|record| record.name.clone()))
-            .chain([pack_name.to_owned()]);
-        // IMPORTANT: held until the commit is in `state`, which a sweep reads after it has claimed packs.
-        let (hold, gone_packs) = self.registry.hold(base.as_ref().map(|base| base.seq), held);
-        Foundation { base_packs: BasePacks::open(self.store.as_ref(), base, &gone_packs), hold }
+    /// Chooses a base, registers its packs and the pack that is about to be written, and opens them.
+    pub(super) fn foundation(&self, pack_name: &str, choose: impl Fn() -> Option<Arc<Base>>) -> Foundation {
+        loop {
+            let base = choose();
+            let packs = base.iter().flat_map(|base| &base.packs).map(|record| record.name.clone());
+            // IMPORTANT: held until the commit is in `state`, which a sweep reads after it has claimed packs.
+            let (hold, gone_packs) =
+                self.registry.hold(base.as_ref().map(|base| base.seq), packs.chain([pack_name.to_owned()]));
+            let now = self.base_at_hand();
+            // A merge in between has made another base of it, and its packs may be gone already.
+            if base.is_none() || base.as_ref().map(Arc::as_ptr) == now.as_ref().map(Arc::as_ptr) {
+                return Foundation {
+                    base_packs: BasePacks::open(self.store.as_ref(), base, &gone_packs),
+                    hold,
+                };
+            }
+        }
     }
 
     /// For each source, whether its bytes are those of the base: such a tensor needs no copy.

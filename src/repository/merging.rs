@@ -213,6 +213,9 @@ impl Merge<'_> {
         if served_count > 0 {
             self.report.merged_pack_count += source_count;
         }
+        for earlier in &mut self.merging.moves {
+            earlier.go_on(&moves);
+        }
         if moves.sources().any(|source| self.shared.registry.is_held(source)) {
             self.merging.moves.push(moves);
         }

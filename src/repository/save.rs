@@ -87,14 +87,9 @@ impl Repository {
         let mut session = self.session(request)?;
         let started = Instant::now();
         let shared = &self.shared;
-        let base = shared.base_at_hand().filter(|base| base.trusted);
-        let foundation = base.map(|base| shared.foundation(Some(base), &session.pack_name));
-        let unchanged = match &foundation {
-            Some(foundation) => {
-                shared.find_unchanged(&foundation.base_packs, &session.request.entries, sources)?
-            }
-            None => vec![false; sources.len()],
-        };
+        let at_hand = || shared.base_at_hand().filter(|base| base.trusted);
+        let foundation = shared.foundation(&session.pack_name, at_hand);
+        let unchanged = shared.find_unchanged(&foundation.base_packs, &session.request.entries, sources)?;
         let copied: Vec<&[u8]> = sources
             .iter()
             .zip(&unchanged)
@@ -103,7 +98,8 @@ impl Repository {
             .collect();
         session.staged = Some(stage::stage(&shared.stage_pool, &shared.threads, &copied)?);
         session.unchanged = unchanged;
-        session.foundation = foundation;
+        // Where none is at hand, the thread of the save looks at the store.
+        session.foundation = foundation.base_packs.base().is_some().then_some(foundation);
         session.copy_seconds = started.elapsed().as_secs_f64();
         kill::point("save.staged");
         Ok(session)
@@ -198,7 +194,7 @@ impl SaveSession {
         let pack_name = self.pack_name.clone();
         let Foundation { base_packs, hold } = match self.foundation.take() {
             Some(foundation) => foundation,
-            None => shared.foundation(shared.base_for_save(), &pack_name),
+            None => shared.foundation(&pack_name, || shared.base_for_save()),
         };
         let started = Instant::now();
         let written = write_pack(self.into_job(), sources, &base_packs, cancelled)?;

@@ -266,7 +266,17 @@ def test_methods_that_are_not_built_yet_say_so(tmp_path):
                 call()
 
 
-@pytest.mark.parametrize("policy", [{"stride": -1}, {"stride": 1.5}, {"max_packs": 0}, {"max_packs": True}, {"dead_ratio": 0}, {"dead_ratio": 1.5}])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"stride": -1},
+        {"stride": 1.5},
+        {"max_packs": 0},
+        {"max_packs": True},
+        {"dead_ratio": 0},
+        {"dead_ratio": 1.5},
+    ],
+)
 def test_a_merge_policy_refuses_values_that_mean_nothing(policy):
     with pytest.raises(InvalidInputError, match="`stride` from 0, `max_packs` from 1"):
         MergePolicy(**policy)

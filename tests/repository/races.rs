@@ -89,6 +89,27 @@ fn a_save_that_commits_after_the_merge_with_old_refs_is_served_by_the_next_witho
 }
 
 #[test]
+fn a_save_that_lasts_longer_than_two_merges_is_served_all_the_same() {
+    let (store, repository) = filled(4, None);
+    let merger = repository.clone();
+    store.once(
+        |event| matches!(event, Event::Stage(name) if name.starts_with("5-r0-")),
+        move || {
+            assert_eq!(merge(&merger).merged_pack_count, 4);
+            // What the first merge has written is rewritten by the second, which has less to carry.
+            merger.delete(1).unwrap();
+            merger.delete(2).unwrap();
+            assert_eq!(merge(&merger).merged_pack_count, 1);
+        },
+    );
+    save(&repository, 5).unwrap();
+    let report = repository.merge(true, &AtomicBool::new(false)).unwrap();
+    assert!(report.freed_bytes > 0);
+    check(&repository, 3);
+    assert_eq!(names(store.inner(), Folder::Packs).len(), 1);
+}
+
+#[test]
 fn a_snapshot_deleted_during_the_copy_stays_deleted() {
     let (store, repository) = filled(4, None);
     let other = repository.clone();

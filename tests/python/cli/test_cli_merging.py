@@ -47,7 +47,7 @@ def test_merge_as_json(chain: Path) -> None:
 
 def test_merge_of_damage_is_a_finding_and_leaves_the_snapshot_alone(chain: Path) -> None:
     (first,) = [name for name in names(chain) if name.startswith("1-")]
-    damage(chain / "packs" / first, 100)
+    damage(chain / "packs" / first, 5_000)
     result = varvite("merge", chain)
     assert result.exit_code == exits.FINDINGS
     assert f"warning: `packs/{first}` at byte " in result.stderr
