@@ -247,8 +247,9 @@ def _goodput(results: dict[str, Any]) -> str:
                 str(summary.save_count),
             ]
         )
+    interval_steps = next(iter(results["goodput"].values()))["interval_steps"]
     head = [
-        "W1, a save every 20 steps",
+        f"W1, a save every {interval_steps} steps",
         "goodput",
         "worst round",
         "best round",
