@@ -37,15 +37,15 @@ STAGINGS = ("varvite", "varvite-cow", "varvite-overlap")
 STEPPED = ("W1", "W2")
 GOODPUT = (*STAGINGS, "torch", "dcp-async", "safetensors", "moonclip")
 GOODPUT_INTERVAL_STEPS = 20
-GOODPUT_BUDGET_SECONDS = 45.0
-STEPPED_SAVES = 10
+STEPPED_SAVES = 6
 DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / "benchmark-run"
 GROWTH_SAVES = 20
 # A loop of one kind of sample ends early when it has used this up; the peers, whose growth has
 # no figure to reach, get less of it than Varvite.
-BUDGET_SECONDS = 4.0
-LOAD_BUDGET_SECONDS = {True: 8.0, False: 4.0}
-SAVE_BUDGET_SECONDS = {True: 90.0, False: 12.0}
+BUDGET_SECONDS = 3.0
+LOAD_BUDGET_SECONDS = {True: 8.0, False: 3.0}
+SAVE_BUDGET_SECONDS = {True: 90.0, False: 8.0}
+GOODPUT_BUDGET_SECONDS = {True: 40.0, False: 12.0}
 FILL_BUDGET_SECONDS = 90.0
 SHORT_LOADS = 3
 LIMIT_REPEATS = 3
@@ -240,7 +240,7 @@ class Run:
     def _goodput_of(self, name: str) -> None:
         settings = {
             "interval_steps": GOODPUT_INTERVAL_STEPS,
-            "budget_seconds": GOODPUT_BUDGET_SECONDS,
+            "budget_seconds": GOODPUT_BUDGET_SECONDS[name in STAGINGS],
         }
         self.results["goodput"][name] = self._loop("goodput", "W1", name, settings)
 

@@ -1,7 +1,7 @@
 """The end-to-end comparison behind ``benches/compare.py``.
 
 ``workloads`` is what is saved, ``peers`` who saves it, ``raw_limits`` what the machine allows,
-``measure`` and ``repository`` how it is timed (each in a process of its own, through ``worker``),
-``figures`` and ``report`` what is printed. Speed is reported and never asserted; that every load
+``measure``, ``loop`` and ``repository`` how it is timed (each in a process of its own, through
+``worker``), ``ratios`` how small a state gets that ``language_model`` trained, ``figures`` and ``report`` what is printed. Speed is reported and never asserted; that every load
 gives back the saved bytes is asserted.
 """

@@ -212,7 +212,7 @@ def _steps(found: dict[str, Any], raw: dict[str, Any] | None) -> str:
                 PEERS[name].title,
                 f"{steps.blocked_seconds * 1e3:.2f}",
                 f"{steps.join_seconds * 1e3:.2f}",
-                _ratio(steps.waited_seconds, raw, _memcpy_name(raw)),
+                f"{steps.waited_seconds / raw['seconds'][_memcpy_name(raw)]:.1%}" if raw else "-",
                 f"{steps.forward_backward_seconds * 1e3:.0f}",
                 f"{steps.forward_backward_alone_seconds * 1e3:.0f}",
                 f"{steps.update_seconds * 1e3:.1f}",
@@ -223,7 +223,7 @@ def _steps(found: dict[str, Any], raw: dict[str, Any] | None) -> str:
         "in a training loop",
         "call ms",
         "join ms",
-        "call + join, x memcpy",
+        "of memcpy",
         "forward + backward ms",
         "alone ms",
         "update with the join ms",
@@ -247,8 +247,9 @@ def _goodput(results: dict[str, Any]) -> str:
                 str(summary.save_count),
             ]
         )
+    interval_steps = next(iter(results["goodput"].values()))["interval_steps"]
     head = [
-        "W1, a save every 20 steps",
+        f"W1, a save every {interval_steps} steps",
         "goodput",
         "worst round",
         "best round",

@@ -24,7 +24,7 @@ from comparison import host
 HEAD_WIDTH = 64
 # Sequences and tokens of a step where only its effect on the state counts, and where its time does.
 SHORT_BATCH = (1, 16)
-LOOP_BATCH = (2, 64)
+LOOP_BATCH = (2, 96)
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ class TrainingState:
         logits = self.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        return loss.item()
+        return float(loss.item())
 
     def tokens(self, batch: tuple[int, int]) -> Tensor:
         """Random tokens of shape (sequences, tokens + 1): the input, and shifted by one the target."""
