@@ -238,8 +238,8 @@ fn manifest_of(packs: &[&str]) -> Manifest {
 fn moves_of(index: u32, source: &str, pack: &str, from: u64, to: u64) -> Moves {
     let mut moves = Moves::new([source].into_iter(), pack);
     let digest = samples::chunk(index, 64, 32).digest;
-    let moved = Moved { offset_bytes: to, stored_length_bytes: 32, codec: Codec::Store, digest };
-    moves.note(source, from, moved);
+    let target = Moved { offset_bytes: to, stored_length_bytes: 32, codec: Codec::Store, digest };
+    moves.note(source, from, target);
     moves
 }
 
