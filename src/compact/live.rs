@@ -177,7 +177,9 @@ impl Moves {
                 body.packs.push(record.clone());
             }
         }
-        let merged = body.packs.len() as u32;
+        // A snapshot that is served for the second time may refer to the merged pack already.
+        let known = body.packs.iter().position(|record| record.name == self.pack.name);
+        let merged = known.unwrap_or(body.packs.len()) as u32;
         let mut is_used = false;
         let mut go = |base: BaseRef| -> Option<BaseRef> {
             let Some(places) = self.places.get(&old.get(base.pack as usize)?.name) else {
@@ -206,7 +208,7 @@ impl Moves {
         }
         // A merge leaves a pack of its own in any case: by its name the next one who opens knows that packs may
         // lie around.
-        if is_used || self.is_empty() {
+        if known.is_none() && (is_used || self.is_empty()) {
             body.packs.push(self.pack.clone());
         }
         let own_seq = |index: usize| {

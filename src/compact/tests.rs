@@ -1,6 +1,8 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::format::model::Manifest;
+use crate::format::samples;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -219,4 +221,62 @@ proptest! {
             prop_assert_eq!(plan(&after, demand), Vec::<Vec<usize>>::new());
         }
     }
+}
+
+/// A snapshot of one chunk in each of these packs.
+fn manifest_of(packs: &[&str]) -> Manifest {
+    let record = |name: &&str| PackRecord { name: (*name).to_owned(), length_bytes: 100_000 };
+    let mut body = samples::body();
+    body.packs = packs.iter().map(record).collect();
+    body.entries = (0..packs.len() as u32)
+        .map(|pack| samples::entry(&format!("a{pack}"), &[8], vec![samples::chunk(pack, 64, 32)]))
+        .collect();
+    Manifest { header: samples::header(), body }
+}
+
+/// The chunk of the pack with this index, moved.
+fn moves_of(index: u32, source: &str, pack: &str, from: u64, to: u64) -> Moves {
+    let mut moves = Moves::new([source].into_iter(), pack);
+    let digest = samples::chunk(index, 64, 32).digest;
+    let target = Moved { offset_bytes: to, stored_length_bytes: 32, codec: Codec::Store, digest };
+    moves.note(source, from, target);
+    moves
+}
+
+fn moves(source: &str, pack: &str, from: u64, to: u64) -> Moves {
+    moves_of(0, source, pack, from, to)
+}
+
+fn places(manifest: &Manifest) -> Vec<(String, u64)> {
+    let chunks = manifest.body.entries.iter().flat_map(|entry| &entry.shards[0].chunks);
+    chunks.map(|chunk| (manifest.body.packs[chunk.pack as usize].name.clone(), chunk.offset_bytes)).collect()
+}
+
+#[test]
+fn a_snapshot_that_is_served_twice_names_the_merged_pack_once() {
+    let once = moves("1-r0", "9-m0", 64, 128).repoint(&manifest_of(&["1-r0", "2-r0"])).unwrap();
+    let twice = moves_of(1, "2-r0", "9-m0", 64, 192).repoint(&once).unwrap();
+    assert_eq!(places(&twice), [("9-m0".to_owned(), 128), ("9-m0".to_owned(), 192)]);
+    assert_eq!(twice.body.packs.len(), 1);
+}
+
+#[test]
+fn a_place_with_other_bytes_than_the_manifest_says_is_not_served() {
+    assert!(moves_of(1, "1-r0", "9-m0", 64, 128).repoint(&manifest_of(&["1-r0"])).is_none());
+}
+
+#[test]
+fn a_snapshot_that_needs_what_was_not_copied_is_not_served() {
+    assert!(moves("1-r0", "9-m0", 4_096, 128).repoint(&manifest_of(&["1-r0"])).is_none());
+}
+
+#[test]
+fn moves_go_on_to_where_a_later_merge_has_moved_the_copies() {
+    let mut first = moves("1-r0", "8-m0", 64, 128);
+    first.go_on(&moves("8-m0", "9-m0", 128, 256));
+    let served = first.repoint(&manifest_of(&["1-r0"])).unwrap();
+    assert_eq!(places(&served), [("9-m0".to_owned(), 256)]);
+    // What the later merge did not carry is gone.
+    first.go_on(&moves("9-m0", "10-m0", 64, 256));
+    assert!(first.repoint(&manifest_of(&["1-r0"])).is_none());
 }

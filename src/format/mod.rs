@@ -32,7 +32,7 @@ mod validate;
 pub mod versions;
 
 #[cfg(test)]
-mod samples;
+pub(crate) mod samples;
 
 #[doc = include_str!("FORMAT.md")]
 pub mod specification {}

@@ -13,7 +13,7 @@ use super::state_digest::state_digest;
 
 pub(super) const PACK_LENGTH_BYTES: u64 = 16_384;
 
-pub(super) fn chunk(pack: u32, offset_bytes: u64, stored_length_bytes: u64) -> ChunkRef {
+pub(crate) fn chunk(pack: u32, offset_bytes: u64, stored_length_bytes: u64) -> ChunkRef {
     let digest = ChunkDigest::of(&[pack.to_le_bytes(), (offset_bytes as u32).to_le_bytes()].concat());
     ChunkRef { pack, offset_bytes, stored_length_bytes, codec: Codec::Store, digest, base: None }
 }
@@ -23,7 +23,7 @@ fn json(text: &str) -> Box<RawValue> {
 }
 
 /// An entry of float32 in one shard that is the whole.
-pub(super) fn entry(name: &str, shape: &[u64], chunks: Vec<ChunkRef>) -> Entry {
+pub(crate) fn entry(name: &str, shape: &[u64], chunks: Vec<ChunkRef>) -> Entry {
     Entry {
         name: name.to_owned(),
         rank: None,
@@ -40,7 +40,7 @@ pub(super) fn entry(name: &str, shape: &[u64], chunks: Vec<ChunkRef>) -> Entry {
 }
 
 /// Snapshot 2 of two ranks: a reused bias, a sharded weight, state of both ranks, a tie.
-pub(super) fn body() -> Body {
+pub(crate) fn body() -> Body {
     let bias = entry("model.bias", &[8], vec![chunk(0, 64, 32)]);
     let rows = |first, pack| Shard {
         offsets: vec![first, 0],
@@ -70,7 +70,7 @@ pub(super) fn body() -> Body {
 }
 
 /// Header of [`body`].
-pub(super) fn header() -> Header {
+pub(crate) fn header() -> Header {
     header_of(&body())
 }
 

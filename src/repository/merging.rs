@@ -63,7 +63,7 @@ impl Repository {
     ///
     /// # Errors
     /// [`Error::Store`] where the store fails; [`Error::Interrupted`] after a cancel, or where the handle is
-    /// being closed. Every snapshot is whole then, and what was left lying goes with the next sweep. Damage
+    /// being closed, while it copies. Every snapshot is whole then, and what was left lying goes with the next sweep. Damage
     /// is no error but a finding.
     pub fn merge(&self, everything: bool, cancelled: &AtomicBool) -> Result<MergeReport> {
         let shared = &self.shared;
@@ -307,6 +307,9 @@ impl Merge<'_> {
 
     /// Points the manifests of all snapshots that refer to merged packs to the new one, also of those that
     /// commit meanwhile; returns how many were replaced. One that needs a chunk that was not copied stays.
+    ///
+    /// It is not cut short by a cancel: the chunks that served and unserved snapshots share would lie there
+    /// twice from then on.
     fn serve(&mut self, moves: &Moves) -> Result<u64> {
         let mut looked_at = BTreeSet::new();
         let mut served_count = 0;
@@ -316,7 +319,6 @@ impl Merge<'_> {
                 return Ok(served_count);
             }
             for seq in seqs {
-                self.go_on()?;
                 looked_at.insert(seq);
                 served_count += u64::from(self.replace(seq, moves)?);
             }

@@ -185,26 +185,40 @@ fn a_pin_during_a_merge_holds() {
     check(&repository, 3);
 }
 
-#[test]
-fn closing_ends_a_merge_and_waits_for_its_end() {
+/// Closes the handle at a moment of a merge; returns what the merge came to.
+fn close_at(moment: fn(&Event) -> bool) -> (Hooked, Result<MergeReport, Error>) {
     let (store, repository) = filled(3, None);
     let (other, thread) = (repository.clone(), Arc::new(Mutex::new(None)));
     let slot = Arc::clone(&thread);
-    store.once(is_replaced, move || {
+    store.once(moment, move || {
         let (sender, ended) = mpsc::channel();
         let spawned = std::thread::spawn(move || {
             other.close();
             let _ = sender.send(());
         });
-        assert!(ended.recv_timeout(A_WHILE).is_err(), "closed while a manifest was being replaced");
+        assert!(ended.recv_timeout(A_WHILE).is_err(), "closed while a merge is at work");
         *slot.lock().unwrap() = Some(spawned);
     });
     let outcome = repository.merge(true, &AtomicBool::new(false));
-    assert!(matches!(outcome, Err(Error::Interrupted)), "{outcome:?}");
     thread.lock().unwrap().take().unwrap().join().unwrap();
-    drop(repository);
+    (store, outcome)
+}
+
+#[test]
+fn closing_ends_a_merge_that_copies() {
+    let (store, outcome) = close_at(is_merged_pack);
+    assert!(matches!(outcome, Err(Error::Interrupted)), "{outcome:?}");
     let repository = Repository::open(Arc::new(store), options(Vec::new())).unwrap();
-    assert_eq!(load_all(&repository, &state_at).unwrap().len(), 3);
+    save(&repository, 4).unwrap();
+    check(&repository, 4);
+}
+
+#[test]
+fn closing_waits_for_a_merge_that_replaces_manifests() {
+    let (store, outcome) = close_at(is_replaced);
+    assert_eq!(outcome.unwrap().merged_pack_count, 3);
+    assert_eq!(names(store.inner(), Folder::Packs).len(), 1, "no snapshot was left behind");
+    let repository = Repository::open(Arc::new(store), options(Vec::new())).unwrap();
     save(&repository, 4).unwrap();
     check(&repository, 4);
 }
