@@ -4,8 +4,9 @@
 //! nothing. The names are the steps of FORMAT.md, "Commit protocol" and "Deletion".
 
 /// Every point, in the order in which a save, a prune and a recovery pass them.
-pub const POINTS: [&str; 18] = [
+pub const POINTS: [&str; 19] = [
     "save.staged",
+    "save.copied",
     "save.first_chunk",
     "save.footer",
     "publish.written",

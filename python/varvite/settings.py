@@ -58,6 +58,7 @@ class Settings:
         casts: Which tensors are stored in a narrower dtype.
         compression: `none`, `fast`, `max` or `auto`.
         delta: Whether a chunk may be stored as a difference.
+        staging: `copy`, `cow` or `overlap`.
         fsync: Whether durability is asked of the medium.
         access: `write`, `tag` or `read`.
         on_error: `raise` or `warn`: what becomes of a failed background save.
@@ -74,6 +75,7 @@ class Settings:
     casts: CastRules | None
     compression: str
     delta: bool
+    staging: str
     fsync: bool
     access: str
     on_error: str
@@ -108,6 +110,7 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
         casts=None if arguments["save_dtype"] is None else CastRules(arguments["save_dtype"]),
         compression=arguments["compression"],
         delta=arguments["delta"],
+        staging=arguments["staging"],
         fsync=bool(arguments["fsync"]) and os.environ.get("VARVITE_FSYNC", "1") != "0",
         access="read" if arguments["read_only"] else "write",
         on_error=arguments["on_error"],
@@ -155,7 +158,6 @@ def _check_choices(arguments: Mapping[str, Any]) -> None:
 
 def _check_not_built(arguments: Mapping[str, Any]) -> None:
     wishes = {
-        "staging": arguments["staging"] != "copy",
         "merge": arguments["merge"] is not None,
         "remote": arguments["remote"] is not None,
         "remote_options": arguments["remote_options"] is not None,

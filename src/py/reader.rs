@@ -28,20 +28,19 @@ pub(crate) struct SnapshotReader {
 
 /// (name, rank, dtype, stored dtype, shape, tied to, non-finite elements, largest magnitude, Euclidean
 /// norm, raw bytes, stored bytes)
-type EntryRow =
-    (
-        String,
-        Option<u32>,
-        &'static str,
-        &'static str,
-        Vec<u64>,
-        Option<String>,
-        Option<u64>,
-        Option<f64>,
-        Option<f64>,
-        u64,
-        u64,
-    );
+type EntryRow = (
+    String,
+    Option<u32>,
+    &'static str,
+    &'static str,
+    Vec<u64>,
+    Option<String>,
+    Option<u64>,
+    Option<f64>,
+    Option<f64>,
+    u64,
+    u64,
+);
 
 impl SnapshotReader {
     pub(crate) fn new(snapshot: Snapshot) -> Self {
