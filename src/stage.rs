@@ -206,6 +206,14 @@ struct Piece<'arena, 'source> {
     sources: Vec<(usize, &'source [u8])>,
 }
 
+impl Piece<'_, '_> {
+    fn copy(self) {
+        for (offset, source) in self.sources {
+            kernel::copy(&mut self.target[offset..offset + source.len()], source);
+        }
+    }
+}
+
 fn copy_all(arena: &mut [u8], sources: &[&[u8]], threads: &Threads) -> Result<()> {
     let mut pieces: Vec<Piece<'_, '_>> = Vec::new();
     let mut rest = arena;
@@ -235,13 +243,12 @@ fn copy_all(arena: &mut [u8], sources: &[&[u8]], threads: &Threads) -> Result<()
         }
     }
     pieces.push(Piece { target: rest, sources: small });
-    threads.pool()?.install(|| {
-        pieces.into_par_iter().with_max_len(1).for_each(|piece| {
-            for (offset, source) in piece.sources {
-                kernel::copy(&mut piece.target[offset..offset + source.len()], source);
-            }
-        });
-    });
+    if pieces.len() == 1 {
+        // To wake another thread would take longer.
+        pieces.into_iter().for_each(Piece::copy);
+        return Ok(());
+    }
+    threads.pool()?.install(|| pieces.into_par_iter().with_max_len(1).for_each(Piece::copy));
     Ok(())
 }
 

@@ -91,6 +91,8 @@ class SaveTensors:
         Who calls promises that nobody writes them until the copy is done. Tensors of fewer bytes, and
         those that do not start where one of the given ones does, stay as they are.
         """
+    def later_bytes(self) -> int:
+        """Bytes that the save's thread takes, after the call of `save` has returned."""
     def rows(self) -> list[tuple[str, int | None, str, list[int], str | None]]:
         """What was described: name, rank, dtype, shape, and the name it is tied to, of each."""
 

@@ -63,7 +63,8 @@ impl Later for LaterMemories {
 
     fn arrive(&mut self) -> Result<()> {
         let Some(arrival) = self.arrival.take() else { return Ok(()) };
-        let failure = |text: String| Error::Internal { what: format!("copies from a device failed: {text}") };
+        let failure =
+            |text: String| Error::store("copy tensors from", "the device")(std::io::Error::other(text));
         Python::try_attach(|py| arrival.call0(py).map(drop).map_err(|error| failure(error.to_string())))
             .unwrap_or_else(|| Err(failure("the interpreter has ended".to_owned())))
     }

@@ -96,6 +96,14 @@ impl SaveTensors {
         self.marking(py, |described| described.promise(py, torch, &tensors, least_bytes))
     }
 
+    /// Bytes that the save's thread takes, after the call of `save` has returned.
+    fn later_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        let is_later = |source: &&SourceMemory| !matches!(source.when, When::Now | When::NowApart);
+        self.with(py, |described| {
+            described.memories.iter().filter(is_later).map(|source| source.memory.length_bytes()).sum()
+        })
+    }
+
     /// What was described: name, rank, dtype, shape, and the name it is tied to, of each.
     fn rows(&self, py: Python<'_>) -> PyResult<Vec<Row>> {
         self.with(py, |described| {

@@ -15,6 +15,9 @@ use crate::write::{BasePacks, EntryInput};
 
 use super::Shared;
 
+/// Bytes that are digested before another thread would be awake.
+const FEW_BYTES: usize = 1 << 20;
+
 /// The base of a save, with its packs open and held.
 #[derive(Debug)]
 pub(super) struct Foundation {
@@ -68,16 +71,21 @@ impl Shared {
                 )
             })
             .collect();
-        self.threads.pool()?.install(|| {
-            let piece_count = if chunks.len() > 256 { 64 } else { 1 };
-            chunks.par_iter().with_min_len(piece_count).for_each(|(candidate, bytes, digest)| {
-                // One chunk that differs is enough: the tensor is copied whole.
-                let is_known = differs[*candidate].load(Ordering::Relaxed);
-                if !is_known && ChunkDigest::of(bytes) != *digest {
-                    differs[*candidate].store(true, Ordering::Relaxed);
-                }
+        let compare = |(candidate, bytes, digest): &(usize, &[u8], ChunkDigest)| {
+            // One chunk that differs is enough: the tensor is copied whole.
+            let is_known = differs[*candidate].load(Ordering::Relaxed);
+            if !is_known && ChunkDigest::of(bytes) != *digest {
+                differs[*candidate].store(true, Ordering::Relaxed);
+            }
+        };
+        if chunks.iter().map(|(_, bytes, _)| bytes.len()).sum::<usize>() <= FEW_BYTES {
+            chunks.iter().for_each(compare);
+        } else {
+            self.threads.pool()?.install(|| {
+                let piece_count = if chunks.len() > 256 { 64 } else { 1 };
+                chunks.par_iter().with_min_len(piece_count).for_each(compare);
             });
-        });
+        }
         for ((source, ..), differs) in candidates.iter().zip(&differs) {
             unchanged[*source] = !differs.load(Ordering::Relaxed);
         }

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
 pub(crate) mod journal;
+pub(crate) mod lent;
 pub(crate) mod oracle;
 pub(crate) mod run;
 pub(crate) mod sim_store;
