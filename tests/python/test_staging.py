@@ -1,9 +1,10 @@
-"""When the bytes of a save are taken: a snapshot is the state at the call of `save`, whatever is written next."""
+"""When the bytes of a save are taken: a snapshot is the state at the save, whatever is written next."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from varvite import CheckpointManager
 from varvite.errors import InvalidInputError, StoreError
 from varvite.saving import describe_save
 from varvite.staging import LEAST_LATER_BYTES, CowStaging, OverlapStaging, why_not_copy_on_write
+from varvite.transfers import Accelerator, Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +81,9 @@ def assert_holds(manager: CheckpointManager, step: int, expected: tuple[Any, Any
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("staging", MODES)
-def test_training_goes_on_at_once_and_every_snapshot_is_the_state_at_its_save(tmp_path, staging, how, threads):
+def test_training_goes_on_at_once_and_every_snapshot_is_the_state_at_its_save(
+    tmp_path, staging, how, threads
+):
     run, expected = Run(**how), []
     with CheckpointManager(tmp_path, staging=staging, threads=threads, chunk_bytes=1 << 16) as manager:
         for step in range(12):
@@ -154,7 +158,7 @@ def test_writes_of_any_kind_do_not_reach_the_snapshot(tmp_path, staging):
 
 
 def payload_of(staging: Any, state: dict[str, Any], **objects: Any) -> Any:
-    """Describes a save up to where `save` would return, so that a test can write before anything is copied."""
+    """Describes a save up to where `save` would return: a test can write before anything is copied."""
     return describe_save(0, state, None, None, objects, rng=False, rank=0, staging=staging)
 
 
@@ -457,15 +461,38 @@ def test_a_save_that_fails_holds_up_no_step_and_is_raised_once(tmp_path, staging
 
 
 def test_a_wait_for_the_copy_has_a_limit(tmp_path):
-    with CheckpointManager(tmp_path, staging="cow") as manager:
-        handle = manager.save(0, {"t": torch.zeros(1 << 22)})
-        try:
+    class Slow(Transfers):
+        """Arrives when it is told to."""
+
+        told = threading.Event()
+
+        def arrive(self) -> None:
+            if self._copies:
+                assert self.told.wait(60)
+            super().arrive()
+
+    class Columns(Accelerator):
+        """Takes every copy that is made for the tensor of a device's."""
+
+        def has(self, tensor: torch.Tensor) -> bool:
+            return tensor.dim() == 2
+
+        def pinned(self, length_bytes: int) -> torch.Tensor:
+            return torch.zeros(length_bytes, dtype=torch.uint8)
+
+    transfers = Slow(Columns())
+    transfers.launch = lambda: [copy.target.copy_(copy.source) for copy in transfers._copies]
+    with CheckpointManager(tmp_path) as manager:
+        manager._staging = OverlapStaging(transfers)
+        handle = manager.save(0, {"t": torch.arange(6).reshape(2, 3).t()})
+        with pytest.raises(TimeoutError, match="still copying"):
             handle.wait_copied(0)
-        except TimeoutError as error:
-            assert "still copying" in str(error)
+        assert not handle.copied
+        assert not handle.done
+        transfers.told.set()
         handle.wait_copied()
         assert handle.copied
-        handle.wait()
+        assert manager.load()["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
         handle.wait_copied(0)
 
 

@@ -237,7 +237,7 @@ def test_a_copy_that_fails_on_the_device_fails_the_save_and_no_step(tmp_path):
         manager._staging = OverlapStaging(Lost(NotContiguous()))
         handle = manager.save(0, {"columns": torch.randn(LARGE, 4).t()})
         handle.wait_copied(60)
-        with pytest.raises(StoreError, match="copy tensors from.*the device is gone"):
+        with pytest.raises(StoreError, match=r"copy tensors from.*the device is gone"):
             manager.flush()
 
 
