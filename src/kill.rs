@@ -4,8 +4,9 @@
 //! nothing. The names are the steps of FORMAT.md, "Commit" and "Merge".
 
 /// Every point, in the order in which a save, a prune, a merge and a recovery pass them.
-pub const POINTS: [&str; 21] = [
+pub const POINTS: [&str; 22] = [
     "save.staged",
+    "save.copied",
     "save.first_chunk",
     "save.footer",
     "publish.written",

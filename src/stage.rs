@@ -2,8 +2,12 @@
 //!
 //! The memory is one arena, kept between saves: copying into fresh memory costs several times more than
 //! into pages that are there already. An arena grows when a state grows and is never shared by two saves.
+//!
+//! A source that stays as it is for a while ([`Later`]) is copied after the caller has gone on.
 
+use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use memmap2::MmapMut;
@@ -22,6 +26,36 @@ const ALIGNMENT_BYTES: usize = 64;
 const POPULATE_BYTES: usize = 32 << 20;
 /// Arenas grow in these steps, so that a state that changes a little keeps its arena.
 const GROWTH_BYTES: usize = 16 << 20;
+
+/// Bytes of later sources that are copied before they are let go of together.
+const GROUP_BYTES: usize = 64 << 20;
+
+/// Sources that a save copies on its own thread, after the caller has gone on.
+///
+/// The bytes of each stay what they were when the save began until it is let go of. All that were not are
+/// let go of by a drop.
+pub trait Later: Debug + Send {
+    /// Number of sources.
+    fn count(&self) -> usize;
+
+    /// True for a source that stays as it is until the end of the save, and so needs no copy.
+    fn is_kept(&self, position: usize) -> bool;
+
+    /// Waits until the bytes are there; called once, before any are read.
+    ///
+    /// # Errors
+    /// Whatever kept them from arriving.
+    fn arrive(&mut self) -> Result<()>;
+
+    /// The bytes of one source.
+    fn bytes(&self, position: usize) -> &[u8];
+
+    /// Lets go of sources: nobody reads them again.
+    ///
+    /// # Errors
+    /// [`Error::InvalidInput`] where one did not stay as it was.
+    fn let_go(&mut self, positions: &[usize]) -> Result<()>;
+}
 
 /// Keeps the arena of the last save for the next one.
 #[derive(Debug, Default)]
@@ -49,7 +83,11 @@ impl Staged {
 impl Drop for Staged {
     fn drop(&mut self) {
         if let Some(arena) = self.arena.take() {
-            *self.pool.idle.lock().unwrap_or_else(PoisonError::into_inner) = Some(arena);
+            let mut idle = self.pool.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            // Of the arenas of one save the largest is worth keeping.
+            if idle.as_ref().is_none_or(|kept| kept.len() < arena.len()) {
+                *idle = Some(arena);
+            }
         }
     }
 }
@@ -59,17 +97,66 @@ impl Drop for Staged {
 /// # Errors
 /// [`Error::Store`] where the system has no memory for the copy.
 pub fn stage(pool: &Arc<StagePool>, threads: &Threads, sources: &[&[u8]]) -> Result<Staged> {
-    let mut spans = Vec::with_capacity(sources.len());
-    let mut length = 0;
-    for source in sources {
-        spans.push(length..length + source.len());
-        length = (length + source.len()).next_multiple_of(ALIGNMENT_BYTES);
-    }
-    let mut arena = pool.take(length, threads)?;
-    if let Some(arena) = arena.as_mut() {
+    let (spans, length) = lay_out(sources.iter().map(|source| source.len()));
+    let arena = pool.take(length, threads)?;
+    let mut staged = Staged { arena, spans, pool: Arc::clone(pool) };
+    if let Some(arena) = staged.arena.as_mut() {
         copy_all(&mut arena[..length], sources, threads)?;
     }
-    Ok(Staged { arena, spans, pool: Arc::clone(pool) })
+    Ok(staged)
+}
+
+/// Copies later sources group by group, and lets go of each group at once.
+///
+/// # Errors
+/// [`Error::Interrupted`] after a cancel; [`Error::Store`] as [`stage`]; whatever [`Later`] reports.
+pub fn stage_later(
+    pool: &Arc<StagePool>,
+    threads: &Threads,
+    later: &mut dyn Later,
+    positions: &[usize],
+    cancelled: &AtomicBool,
+) -> Result<Staged> {
+    let (spans, length) = lay_out(positions.iter().map(|&position| later.bytes(position).len()));
+    let arena = pool.take(length, threads)?;
+    let mut staged = Staged { arena, spans, pool: Arc::clone(pool) };
+    let mut arena = staged.arena.as_deref_mut().unwrap_or(&mut []);
+    let mut rest = positions;
+    while !rest.is_empty() {
+        if cancelled.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        let mut group_length = 0;
+        let count = rest
+            .iter()
+            .take_while(|&&position| {
+                let fits = group_length < GROUP_BYTES;
+                let length = later.bytes(position).len().next_multiple_of(ALIGNMENT_BYTES);
+                group_length += if fits { length } else { 0 };
+                fits
+            })
+            .count();
+        let (group, after) = rest.split_at(count);
+        let (target, beyond) = arena.split_at_mut(group_length);
+        let sources: Vec<&[u8]> = group.iter().map(|&position| later.bytes(position)).collect();
+        copy_all(target, &sources, threads)?;
+        later.let_go(group)?;
+        (rest, arena) = (after, beyond);
+    }
+    Ok(staged)
+}
+
+/// Where sources of these lengths lie in an arena, each aligned, and the length of it all.
+fn lay_out(lengths: impl Iterator<Item = usize>) -> (Vec<Range<usize>>, usize) {
+    let mut end = 0;
+    let spans = lengths
+        .map(|length| {
+            let start = end;
+            end = (start + length).next_multiple_of(ALIGNMENT_BYTES);
+            start..start + length
+        })
+        .collect();
+    (spans, end)
 }
 
 impl StagePool {
@@ -119,6 +206,14 @@ struct Piece<'arena, 'source> {
     sources: Vec<(usize, &'source [u8])>,
 }
 
+impl Piece<'_, '_> {
+    fn copy(self) {
+        for (offset, source) in self.sources {
+            kernel::copy(&mut self.target[offset..offset + source.len()], source);
+        }
+    }
+}
+
 fn copy_all(arena: &mut [u8], sources: &[&[u8]], threads: &Threads) -> Result<()> {
     let mut pieces: Vec<Piece<'_, '_>> = Vec::new();
     let mut rest = arena;
@@ -148,13 +243,12 @@ fn copy_all(arena: &mut [u8], sources: &[&[u8]], threads: &Threads) -> Result<()
         }
     }
     pieces.push(Piece { target: rest, sources: small });
-    threads.pool()?.install(|| {
-        pieces.into_par_iter().with_max_len(1).for_each(|piece| {
-            for (offset, source) in piece.sources {
-                kernel::copy(&mut piece.target[offset..offset + source.len()], source);
-            }
-        });
-    });
+    if pieces.len() == 1 {
+        // To wake another thread would take longer.
+        pieces.into_iter().for_each(Piece::copy);
+        return Ok(());
+    }
+    threads.pool()?.install(|| pieces.into_par_iter().with_max_len(1).for_each(Piece::copy));
     Ok(())
 }
 
@@ -209,6 +303,74 @@ mod tests {
         assert_eq!(first.1, 2 * GROWTH_BYTES);
         drop(stage(&pool, &threads, &[&large[..100]]).unwrap());
         assert_eq!(address(&pool).unwrap(), first);
+    }
+
+    /// Sources that note how they are let go of.
+    #[derive(Debug, Default)]
+    struct Lent {
+        sources: Vec<Vec<u8>>,
+        groups: Vec<Vec<usize>>,
+        changed: Option<usize>,
+    }
+
+    impl Later for Lent {
+        fn count(&self) -> usize {
+            self.sources.len()
+        }
+
+        fn is_kept(&self, _position: usize) -> bool {
+            false
+        }
+
+        fn arrive(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        fn bytes(&self, position: usize) -> &[u8] {
+            assert!(
+                self.groups.iter().all(|group| !group.contains(&position)),
+                "read after it was let go of"
+            );
+            &self.sources[position]
+        }
+
+        fn let_go(&mut self, positions: &[usize]) -> Result<()> {
+            self.groups.push(positions.to_vec());
+            match self.changed {
+                Some(changed) if positions.contains(&changed) => Err(Error::invalid("tensor", "changed")),
+                _ => Ok(()),
+            }
+        }
+    }
+
+    #[test]
+    fn later_sources_are_copied_and_let_go_of_in_groups() {
+        let sizes = [3, GROUP_BYTES - 64, 7, GROUP_BYTES + 1, 0, 64, 65];
+        let sources: Vec<Vec<u8>> =
+            sizes.iter().enumerate().map(|(seed, &size)| pattern(size, seed)).collect();
+        let mut later = Lent { sources: sources.clone(), ..Lent::default() };
+        let pool = Arc::new(StagePool::default());
+        let order = [0, 1, 3, 2, 6, 5, 4];
+        let cancelled = AtomicBool::new(false);
+        let staged = stage_later(&pool, &Threads::new(2), &mut later, &order, &cancelled).unwrap();
+        let expected: Vec<&[u8]> = order.iter().map(|&position| sources[position].as_slice()).collect();
+        assert_eq!(staged.slices(), expected);
+        assert_eq!(later.groups, [vec![0, 1], vec![3], vec![2, 6, 5, 4]]);
+    }
+
+    #[test]
+    fn a_copy_of_later_sources_ends_with_a_cancel_or_a_change_and_gives_its_memory_back() {
+        let pool = Arc::new(StagePool::default());
+        let threads = Threads::new(1);
+        let mut later =
+            Lent { sources: vec![pattern(100, 1), pattern(100, 2)], changed: Some(1), ..Lent::default() };
+        let failed = stage_later(&pool, &threads, &mut later, &[0, 1], &AtomicBool::new(false));
+        assert!(matches!(failed, Err(Error::InvalidInput { .. })), "{failed:?}");
+        assert!(pool.idle.lock().unwrap().is_some());
+        let mut later = Lent { sources: vec![pattern(100, 1)], ..Lent::default() };
+        let cancelled = stage_later(&pool, &threads, &mut later, &[0], &AtomicBool::new(true));
+        assert!(matches!(cancelled, Err(Error::Interrupted)), "{cancelled:?}");
+        assert!(later.groups.is_empty());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 """The engine: classes of the Rust core, used through `varvite.CheckpointManager`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from varvite.native_types import Header, Merged, Plan, Report, Verification
@@ -48,7 +48,18 @@ class SaveTensors:
     The tensors themselves are referenced until the save has taken their bytes.
     """
 
-    def __new__(cls) -> SaveTensors: ...
+    def __new__(
+        cls,
+        describe_other: Callable[[str, Any], Any] | None = None,
+        arrival: Callable[[], None] | None = None,
+    ) -> SaveTensors:
+        """Starts with no tensor.
+
+        Args:
+            describe_other: Describes what is no plain, dense tensor in CPU memory; by default the one of
+                `varvite.tensors`.
+            arrival: Waits until the memory that it keeps holds its bytes; called by the save's thread.
+        """
     def add(self, walk: Walk, rank: int | None = None) -> None:
         """Describes the leaves that a walk has found and takes them from it.
 
@@ -68,6 +79,20 @@ class SaveTensors:
         Raises:
             InvalidInputError: There is no such dtype.
         """
+    def clone_lazily(self, least_bytes: int) -> int:
+        """Replaces the plain, dense tensors of at least so many bytes by clones, and returns how many.
+
+        The clones share memory until the caller writes; the save's thread copies them. A tensor whose
+        storage knows no such clones stays as it is. To be called without gradients.
+        """
+    def promise(self, tensors: Sequence[Any], least_bytes: int) -> int:
+        """Has the save's thread copy what lies in the memory of these tensors; returns how many that are.
+
+        Who calls promises that nobody writes them until the copy is done. Tensors of fewer bytes, and
+        those that do not start where one of the given ones does, stay as they are.
+        """
+    def later_bytes(self) -> int:
+        """Bytes that the save's thread takes, after the call of `save` has returned."""
     def rows(self) -> list[tuple[str, int | None, str, list[int], str | None]]:
         """What was described: name, rank, dtype, shape, and the name it is tied to, of each."""
 
@@ -110,7 +135,7 @@ class Engine:
         structure: str,
         rank_structure: str | None,
     ) -> SaveJob:
-        """Copies all tensors, then writes and commits in the background."""
+        """Copies the tensors but those marked to be copied later, and does the rest in the background."""
     def save_sync(
         self,
         step: int,
@@ -175,6 +200,14 @@ class SaveJob:
         """Waits for the end; returns the report or raises the failure.
 
         A timeout in seconds that passes is a `TimeoutError`, and the save goes on.
+        """
+    @property
+    def copied(self) -> bool:
+        """True when the save reads no memory of the caller any more: all is copied, or the save failed."""
+    def wait_copied(self, timeout: float | None = None) -> None:
+        """Waits until all is copied, or the save has failed, which is not raised here.
+
+        A timeout in seconds that passes is a `TimeoutError`.
         """
     def cancel(self) -> None:
         """Asks the save to end without a snapshot."""

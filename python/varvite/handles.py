@@ -58,6 +58,26 @@ class SaveHandle:
         return self._job is None or (self._job.done and not self._job.failed)
 
     @property
+    def copied(self) -> bool:
+        """True when the save reads no tensor of the program any more: all is copied, or the save failed.
+
+        Always true with `staging="copy"`.
+        """
+        return self._job is None or self._job.copied
+
+    def wait_copied(self, timeout: float | None = None) -> None:
+        """Waits until `copied`. A failure of the save ends the wait and is not raised here.
+
+        Args:
+            timeout: Seconds to wait at most; `None` for as long as it takes.
+
+        Raises:
+            TimeoutError: It is still copying.
+        """
+        if self._job is not None:
+            self._job.wait_copied(timeout)
+
+    @property
     def timings(self) -> SaveTimings:
         """Seconds of each part. Before the save has ended only `blocked` and `queue` are known."""
         if not self.durable:

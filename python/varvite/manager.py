@@ -54,6 +54,7 @@ from varvite.records import (
 from varvite.restore import restore_objects
 from varvite.saving import describe_save
 from varvite.settings import MergePolicy, read_settings
+from varvite.staging import make_staging
 from varvite.training import rng as rng_state
 
 if TYPE_CHECKING:
@@ -81,7 +82,18 @@ class CheckpointManager:
         compression: How chunks are coded, always without loss: `none`, `fast`, `max`, or `auto`, which
             codes as `fast` where coding is clearly faster than the store, and else stores as it is.
         delta: Whether a coded chunk may be stored as its difference to an older one.
-        staging: `copy`: `save` returns after a copy at memory speed.
+        staging: How `save` makes sure that it commits what the tensors held when it was called.
+            `copy`: it returns after a copy at memory speed.
+            `cow`: large tensors of the CPU are copied in the background, from clones that torch makes
+            without copying. Writes by torch are seen, and a tensor that is written before its turn is
+            copied then. Not seen are writes through a NumPy array or a raw pointer taken from a tensor
+            before the save: they reach the snapshot. Tensors with memory that torch did not allocate
+            (`from_numpy`, shared, mapped) are copied at once.
+            `overlap`: parameters and state of the optimizers that are saved are copied in the background,
+            and the next `step` of these waits for it; everything else is copied at once. Between `save`
+            and that step nothing else may write them, and the step must not be compiled, or its hooks may
+            not run. A write that torch counts fails the save.
+            Device tensors go to pinned memory on a side stream; with `overlap` only the device waits.
         async_save: Whether `save` returns before the snapshot is durable.
         merge: When old packs are rewritten in the background after a save; `None` for only by `merge_now`.
         remote: A bucket to push to; not built yet.
@@ -144,6 +156,7 @@ class CheckpointManager:
         """Opens or makes the repository."""
         arguments = {name: value for name, value in locals().items() if name not in ("self", "path")}
         self._settings = read_settings(path, arguments)
+        self._staging = make_staging(self._settings.staging)
         self._open(self._settings.access)
         self._process = os.getpid()
         self._background = BackgroundSave(on_error=self._settings.on_error, profile=self._settings.profile)
@@ -183,7 +196,8 @@ class CheckpointManager:
         """Copies the state and commits it in the background.
 
         When it returns, everything is copied, tensors and plain values alike: the caller may change
-        anything at once. It waits for the save before it, if one is still running.
+        anything at once (with `staging="cow"` and `"overlap"`, as the class says). It waits for the
+        save before it, if one is still running.
 
         Args:
             step: The training step just finished, from 0.
@@ -240,12 +254,13 @@ class CheckpointManager:
         queue_seconds = self._background.wait()
         self._background.raise_failure()
         settings = self._settings
-        payload = describe_save(
-            step, state, metrics, metadata, objects, rng=rng, rank=settings.rank, casts=settings.casts
-        )
+        given = (step, state, metrics, metadata, objects)
+        staging = self._staging if in_background else None
+        payload = describe_save(*given, rng=rng, rank=settings.rank, casts=settings.casts, staging=staging)
         job, report = None, None
-        if in_background:
+        if staging is not None:
             job = self._engine.save(payload.step, payload.tensors, **payload.texts)
+            staging.started(job)
         else:
             report = self._engine.save_sync(payload.step, payload.tensors, **payload.texts)
         timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
@@ -637,6 +652,7 @@ class CheckpointManager:
         self._background.wait()
         self._merging.stop()
         self._closed = True
+        self._staging.close()
         self._engine.close()
         with contextlib.ExitStack() as failures:
             failures.callback(self._background.raise_failure)

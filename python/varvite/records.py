@@ -102,7 +102,8 @@ class SaveTimings:
 
     Attributes:
         blocked: From the call of `save` to its return.
-        copy: Copying tensors to memory that training does not touch; part of `blocked`.
+        copy: Copying tensors to memory that training does not touch; with `staging="copy"` part of
+            `blocked`.
         queue: Waiting for the save before it; part of `blocked`.
         encode: Digesting and coding chunks, in the background, summed over threads.
         write: Writing packs.

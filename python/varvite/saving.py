@@ -10,6 +10,7 @@ from varvite.casting import CastRules
 from varvite.errors import InvalidInputError
 from varvite.objects import flatten_state
 from varvite.plain import type_name
+from varvite.staging import Staging
 from varvite.state import flatten
 from varvite.training import rng as rng_state
 
@@ -42,6 +43,7 @@ def describe_save(
     rng: bool,
     rank: int,
     casts: CastRules | None = None,
+    staging: Staging | None = None,
 ) -> Payload:
     """Describes everything that a save writes; copies plain values, not tensors.
 
@@ -54,6 +56,7 @@ def describe_save(
         rng: Whether the random number generators belong to it.
         rank: Rank of this process, which they are local to.
         casts: Which tensors are stored in a narrower dtype.
+        staging: When the bytes are taken; `None` where the caller waits for all of it.
 
     Raises:
         InvalidInputError: Something can't be saved; names the argument or the path.
@@ -61,7 +64,7 @@ def describe_save(
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < _STEP_LIMIT:
         reason = f"must be a whole number from 0 to 2^63 - 1, not {type_name(step)} {step!r}"
         raise InvalidInputError(f"invalid step: {reason}", what="step", reason=reason)
-    tensors = SaveTensors()
+    tensors = SaveTensors() if staging is None else staging.begin(objects)
     walk = Walk()
     structure = flatten_state(walk, state, objects)
     own_walk = Walk()
@@ -70,6 +73,8 @@ def describe_save(
     if casts is not None:
         tensors.store_as(casts.wishes(tensors.names()))
     tensors.add(own_walk, rank)
+    if staging is not None:
+        staging.mark(tensors)
     texts = {
         "metrics": _read_metrics(metrics),
         "metadata": _metadata_text(metadata),

@@ -63,6 +63,7 @@ class Settings:
         casts: Which tensors are stored in a narrower dtype.
         compression: `none`, `fast`, `max` or `auto`.
         delta: Whether a chunk may be stored as a difference.
+        staging: `copy`, `cow` or `overlap`.
         fsync: Whether durability is asked of the medium.
         access: `write`, `tag` or `read`.
         on_error: `raise` or `warn`: what becomes of a failed background save.
@@ -80,6 +81,7 @@ class Settings:
     casts: CastRules | None
     compression: str
     delta: bool
+    staging: str
     fsync: bool
     access: str
     on_error: str
@@ -115,6 +117,7 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
         casts=None if arguments["save_dtype"] is None else CastRules(arguments["save_dtype"]),
         compression=arguments["compression"],
         delta=arguments["delta"],
+        staging=arguments["staging"],
         fsync=bool(arguments["fsync"]) and os.environ.get("VARVITE_FSYNC", "1") != "0",
         access="read" if arguments["read_only"] else "write",
         on_error=arguments["on_error"],
@@ -162,7 +165,6 @@ def _check_choices(arguments: Mapping[str, Any]) -> None:
 
 def _check_not_built(arguments: Mapping[str, Any]) -> None:
     wishes = {
-        "staging": arguments["staging"] != "copy",
         "remote": arguments["remote"] is not None,
         "remote_options": arguments["remote_options"] is not None,
     }

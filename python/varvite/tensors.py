@@ -83,6 +83,7 @@ class Described(NamedTuple):
             for a dense tensor of the CPU.
         source: The caller's tensor. While it is held, no other tensor can get its memory and by that
             its identity.
+        is_kept: True where nobody else uses the memory of the value before the save has ended.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Described(NamedTuple):
     value: torch.Tensor | np.ndarray[Any, Any]
     identity: tuple[int, str] | None
     source: Any
+    is_kept: bool = False
 
 
 class TensorSpec(NamedTuple):
@@ -131,10 +133,18 @@ def describe(name: str, value: Any) -> Described:
     return _describe_dense(name, value) or describe_other(name, value)
 
 
-def describe_other(name: str, value: Any) -> Described:
+def describe_other(
+    name: str, value: Any, *, bring: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+) -> Described:
     """Describes a tensor or array that has to be copied or looked at more closely, or refuses it.
 
     The native walk of a save asks it for whatever is no plain, dense tensor in CPU memory.
+
+    Args:
+        name: Name of the entry.
+        value: A `torch.Tensor` on any device, or a `numpy.ndarray`.
+        bring: Gives memory of the CPU, kept until the save ends, that will hold the values of a dense
+            tensor; `None` for one that it does not know.
 
     Raises:
         InvalidInputError: As `describe`.
@@ -142,7 +152,7 @@ def describe_other(name: str, value: Any) -> Described:
     torch = loaded("torch")
     try:
         if torch is not None and isinstance(value, torch.Tensor):
-            return _describe_any(name, value)
+            return _describe_any(name, value, bring)
         return _describe_array(name, value)
     except UnsavableError as error:
         raise error.at(name, value) from None
@@ -303,7 +313,9 @@ def _describe_dense(name: str, value: Any) -> Described | None:
     return Described(name, dtype, tuple(shape), dense, identity, value)
 
 
-def _describe_any(name: str, value: torch.Tensor) -> Described:
+def _describe_any(
+    name: str, value: torch.Tensor, bring: Callable[[torch.Tensor], torch.Tensor | None] | None
+) -> Described:
     """Describes a tensor that has to be copied, or refuses it."""
     import torch
 
@@ -316,6 +328,7 @@ def _describe_any(name: str, value: torch.Tensor) -> Described:
         raise UnsavableError(
             "it has no memory of its own", "save it outside of transforms, before its storage is freed"
         )
+    brought = None
     with torch.no_grad():
         dense = value.detach()
         if _is_zero(dense):
@@ -323,11 +336,13 @@ def _describe_any(name: str, value: torch.Tensor) -> Described:
         if dense.dtype is torch.complex32:
             dense = _dense_complex_half(dense)
         else:
-            dense = dense.resolve_conj().resolve_neg().contiguous().to("cpu")
+            dense = dense.resolve_conj().resolve_neg().contiguous()
+            brought = None if bring is None else bring(dense)
+            dense = dense.to("cpu") if brought is None else brought
     described = _describe_dense(name, dense)
     if described is None:
         raise UnsavableError("it can't be copied to CPU memory", "save `.cpu()` of it")
-    return described._replace(identity=_identity(value), source=value)
+    return described._replace(identity=_identity(value), source=value, is_kept=brought is not None)
 
 
 def _dense_complex_half(value: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ use super::torch::Torch;
 pub(crate) struct Memory {
     address: usize,
     length_bytes: usize,
-    _owner: Py<PyAny>,
+    owner: Py<PyAny>,
 }
 
 /// A tensor whose memory is its bytes.
@@ -76,7 +76,7 @@ fn ask(torch: &Torch, tensor: &Bound<'_, PyAny>, writable: bool) -> PyResult<Opt
     if length_bytes > 0 && address == 0 {
         return Ok(None);
     }
-    let memory = Memory { address, length_bytes: length_bytes as usize, _owner: tensor.clone().unbind() };
+    let memory = Memory { address, length_bytes: length_bytes as usize, owner: tensor.clone().unbind() };
     Ok(Some(DenseTensor { dtype, shape, memory }))
 }
 
@@ -115,13 +115,23 @@ impl Memory {
         self.address
     }
 
+    /// Number of the bytes.
+    pub(crate) fn length_bytes(&self) -> usize {
+        self.length_bytes
+    }
+
+    /// The object whose memory it is.
+    pub(crate) fn owner<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
+        self.owner.bind(py)
+    }
+
     /// The bytes, for reading.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.length_bytes == 0 {
             return &[];
         }
         // SAFETY: the object said, in `ask` or in `array_memory`, that `length_bytes` bytes lie at
-        // `address`, and it is kept alive by `_owner` for as long as `self` is borrowed. Nobody frees
+        // `address`, and it is kept alive by `owner` for as long as `self` is borrowed. Nobody frees
         // or resizes it meanwhile (the caller's duty, see the module's text). Any bit pattern is a
         // valid `u8`.
         unsafe { std::slice::from_raw_parts(self.address as *const u8, self.length_bytes) }
@@ -186,7 +196,7 @@ fn array_memory(array: &Bound<'_, PyAny>, name: &str, writable: bool) -> PyResul
     if length_bytes > 0 && address == 0 {
         return Err(refuse(py, name, "it has no memory"));
     }
-    Ok(Memory { address, length_bytes, _owner: array.clone().unbind() })
+    Ok(Memory { address, length_bytes, owner: array.clone().unbind() })
 }
 
 fn refuse(py: Python<'_>, name: &str, reason: &str) -> PyErr {

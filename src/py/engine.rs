@@ -16,13 +16,14 @@ use crate::plan::Compression;
 use crate::repository::{Access, Options, Repository, SaveRequest};
 use crate::retain::Rule;
 use crate::saver::Job;
+use crate::stage::Later;
 use crate::store::local::{LocalOptions, LocalStore};
 use crate::write::EntryInput;
 
-use super::buffer::Memory;
 use super::convert;
 use super::error::raise;
 use super::job::SaveJob;
+use super::later::{LaterMemories, SourceMemory, When};
 use super::reader::SnapshotReader;
 use super::tensors::{Described, SaveTensors};
 use super::wait::interruptible;
@@ -118,7 +119,8 @@ impl Engine {
         self.repository.store().free_bytes()
     }
 
-    /// Copies all tensors, then writes and commits in the background.
+    /// Copies all tensors but those that are marked to be copied later, then copies these, writes and
+    /// commits in the background.
     #[pyo3(signature = (step, tensors, *, metrics, metadata, structure, rank_structure))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one Python call")]
     fn save(
@@ -134,9 +136,27 @@ impl Engine {
         let Described { entries, memories, sources } = tensors.get().take(py)?;
         let texts = Texts { metadata, structure, rank_structure };
         let request = texts.request(step, metrics, entries).map_err(|error| raise(py, &error))?;
+        let is_now = |source: &SourceMemory| matches!(source.when, When::Now | When::NowApart);
+        let mut later = Vec::new();
+        let now: Vec<Option<SourceMemory>> = memories
+            .into_iter()
+            .map(|source| {
+                if is_now(&source) {
+                    Some(source)
+                } else {
+                    later.push(source);
+                    None
+                }
+            })
+            .collect();
+        let keeps_any = later.iter().any(|source| source.when == When::Kept);
+        let arrival = if keeps_any { tensors.get().arrival(py) } else { None };
+        let later = LaterMemories::new(later, arrival);
         let started = py.detach(|| {
-            let bytes: Vec<&[u8]> = memories.iter().map(Memory::bytes).collect();
-            Job::start(self.repository.begin_save(request, &bytes)?, Arc::clone(&self.merger))
+            let bytes: Vec<Option<&[u8]>> =
+                now.iter().map(|source| source.as_ref().map(|source| source.memory.bytes())).collect();
+            let later: Option<Box<dyn Later>> = (later.count() > 0).then(|| Box::new(later) as _);
+            Job::start(self.repository.begin_save_later(request, &bytes, later)?, Arc::clone(&self.merger))
         });
         drop(sources);
         started.map(|job| SaveJob { job }).map_err(|error| raise(py, &error))
@@ -161,7 +181,7 @@ impl Engine {
         let cancelled = AtomicBool::new(false);
         let repository = &self.repository;
         let report = interruptible(py, &cancelled, || {
-            let bytes: Vec<&[u8]> = memories.iter().map(Memory::bytes).collect();
+            let bytes: Vec<&[u8]> = memories.iter().map(|source| source.memory.bytes()).collect();
             repository.save_sync(request, &bytes, &cancelled)
         });
         drop(sources);

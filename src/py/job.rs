@@ -37,25 +37,53 @@ impl SaveJob {
     /// a `TimeoutError`, and the save goes on.
     #[pyo3(signature = (timeout=None))]
     fn wait<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Bound<'py, PyDict>> {
-        let deadline = timeout
-            .and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok())
-            .and_then(|limit| Instant::now().checked_add(limit));
-        loop {
-            let left = deadline
-                .map_or(POLL, |deadline| deadline.saturating_duration_since(Instant::now()).min(POLL));
-            if let Some(outcome) = py.detach(|| self.job.wait(left)) {
-                return outcome_to_python(py, &outcome);
-            }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(PyTimeoutError::new_err("the save is still running"));
-            }
-            py.check_signals()?;
+        match wait_for(py, timeout, |limit| self.job.wait(limit))? {
+            Some(outcome) => outcome_to_python(py, &outcome),
+            None => Err(PyTimeoutError::new_err("the save is still running")),
+        }
+    }
+
+    /// True when the save reads no memory of the caller any more: all is copied, or the save failed.
+    #[getter]
+    fn copied(&self) -> bool {
+        self.job.is_copied()
+    }
+
+    /// Waits until all is copied, or the save has failed, which is not raised here. A timeout in seconds
+    /// that passes is a `TimeoutError`.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_copied(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        match wait_for(py, timeout, |limit| self.job.wait_copied(limit).then_some(()))? {
+            Some(()) => Ok(()),
+            None => Err(PyTimeoutError::new_err("the save is still copying")),
         }
     }
 
     /// Asks the save to end without a snapshot.
     fn cancel(&self) {
         self.job.cancel();
+    }
+}
+
+/// Waits detached, in spells after which signals are looked for; `None` where the time was too short.
+fn wait_for<T: Send>(
+    py: Python<'_>,
+    timeout: Option<f64>,
+    wait: impl Fn(Duration) -> Option<T> + Sync,
+) -> PyResult<Option<T>> {
+    let deadline = timeout
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok())
+        .and_then(|limit| Instant::now().checked_add(limit));
+    loop {
+        let left =
+            deadline.map_or(POLL, |deadline| deadline.saturating_duration_since(Instant::now()).min(POLL));
+        if let Some(there) = py.detach(|| wait(left)) {
+            return Ok(Some(there));
+        }
+        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return Ok(None);
+        }
+        py.check_signals()?;
     }
 }
 

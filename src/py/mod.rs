@@ -10,6 +10,8 @@ mod convert;
 mod engine;
 mod error;
 mod job;
+mod later;
+mod marking;
 mod reader;
 mod tensors;
 mod torch;

@@ -11,6 +11,7 @@ use crate::write::EntryInput;
 
 use super::buffer::{DenseTensor, Memory};
 use super::error::raise;
+use super::later::{SourceMemory, When};
 use super::torch::Torch;
 use super::walk::{Leaf, Walk};
 
@@ -18,7 +19,7 @@ use super::walk::{Leaf, Walk};
 #[derive(Default)]
 pub(crate) struct Described {
     pub(crate) entries: Vec<EntryInput>,
-    pub(crate) memories: Vec<Memory>,
+    pub(crate) memories: Vec<SourceMemory>,
     /// The caller's tensors whose bytes were copied. While they live, nothing else gets their memory.
     pub(crate) sources: Vec<Py<PyAny>>,
 }
@@ -29,6 +30,10 @@ pub(crate) struct Described {
 #[pyclass(frozen, module = "varvite._native")]
 pub(crate) struct SaveTensors {
     described: Mutex<Option<Described>>,
+    /// Describes what is no plain, dense tensor in CPU memory.
+    describe_other: Py<PyAny>,
+    /// Waits until the memory that it keeps holds its bytes.
+    arrival: Option<Py<PyAny>>,
 }
 
 /// (name, rank, dtype, shape, name it is tied to)
@@ -36,9 +41,13 @@ type Row = (String, Option<u32>, &'static str, Vec<u64>, Option<String>);
 
 #[pymethods]
 impl SaveTensors {
+    /// Others than plain, dense tensors in CPU memory are described by `describe_other`, by default the
+    /// one of `varvite.tensors`; the save's thread calls `arrival` before it reads what that keeps.
     #[new]
-    fn new() -> Self {
-        Self { described: Mutex::new(Some(Described::default())) }
+    #[pyo3(signature = (describe_other=None, arrival=None))]
+    fn new(py: Python<'_>, describe_other: Option<Py<PyAny>>, arrival: Option<Py<PyAny>>) -> PyResult<Self> {
+        let describe_other = describe_other.map_or_else(|| default_describer(py), Ok)?;
+        Ok(Self { described: Mutex::new(Some(Described::default())), describe_other, arrival })
     }
 
     /// Describes the leaves that a walk has found and takes them from it.
@@ -48,7 +57,7 @@ impl SaveTensors {
     fn add(&self, py: Python<'_>, walk: &Bound<'_, Walk>, rank: Option<u32>) -> PyResult<()> {
         let leaves = walk.get().take();
         // Python code runs in here, so nothing is locked.
-        let rows = describe(py, leaves)?;
+        let rows = describe(py, leaves, self.describe_other.bind(py))?;
         self.with(py, |described| described.extend(rows, rank))
     }
 
@@ -71,6 +80,30 @@ impl SaveTensors {
         })
     }
 
+    /// Replaces the plain, dense tensors of at least so many bytes by clones that share their memory until
+    /// the caller writes; the save's thread copies these. Returns how many they are; a tensor whose storage
+    /// knows no such clones stays as it is. To be called without gradients.
+    fn clone_lazily(&self, py: Python<'_>, least_bytes: usize) -> PyResult<usize> {
+        let Some(torch) = Torch::loaded(py)? else { return Ok(0) };
+        self.marking(py, |described| described.clone_lazily(py, torch, least_bytes))
+    }
+
+    /// Has the save's thread copy the tensors of at least so many bytes whose memory starts where that of
+    /// one of these does, and ends with it or before: who calls promises that nobody writes them until the
+    /// copy is done. Returns how many they are.
+    fn promise(&self, py: Python<'_>, tensors: Vec<Bound<'_, PyAny>>, least_bytes: usize) -> PyResult<usize> {
+        let Some(torch) = Torch::loaded(py)? else { return Ok(0) };
+        self.marking(py, |described| described.promise(py, torch, &tensors, least_bytes))
+    }
+
+    /// Bytes that the save's thread takes, after the call of `save` has returned.
+    fn later_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        let is_later = |source: &&SourceMemory| !matches!(source.when, When::Now | When::NowApart);
+        self.with(py, |described| {
+            described.memories.iter().filter(is_later).map(|source| source.memory.length_bytes()).sum()
+        })
+    }
+
     /// What was described: name, rank, dtype, shape, and the name it is tied to, of each.
     fn rows(&self, py: Python<'_>) -> PyResult<Vec<Row>> {
         self.with(py, |described| {
@@ -84,10 +117,23 @@ impl SaveTensors {
 }
 
 impl SaveTensors {
+    /// What the save's thread calls before it reads kept memory.
+    pub(crate) fn arrival(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.arrival.as_ref().map(|arrival| arrival.clone_ref(py))
+    }
+
     /// Hands everything to the save, which is the only one.
     pub(crate) fn take(&self, py: Python<'_>) -> PyResult<Described> {
         let taken = self.described.lock().unwrap_or_else(PoisonError::into_inner).take();
         taken.ok_or_else(|| spent(py))
+    }
+
+    /// As `with`, for what runs Python code: nothing is locked meanwhile.
+    fn marking<T>(&self, py: Python<'_>, mark: impl FnOnce(&mut Described) -> PyResult<T>) -> PyResult<T> {
+        let mut described = self.take(py)?;
+        let marked = mark(&mut described);
+        *self.described.lock().unwrap_or_else(PoisonError::into_inner) = Some(described);
+        marked
     }
 
     fn with<T>(&self, py: Python<'_>, act: impl FnOnce(&mut Described) -> T) -> PyResult<T> {
@@ -105,7 +151,7 @@ struct Found {
     name: String,
     dtype: Dtype,
     shape: Vec<u64>,
-    memory: Memory,
+    memory: SourceMemory,
     identity: Option<Identity>,
     /// The caller's own, where the memory is that of a copy.
     source: Option<Py<PyAny>>,
@@ -119,17 +165,24 @@ struct Identity {
     way: String,
 }
 
-/// (name, dtype, shape, value, identity, source): what `varvite.tensors.Described` is.
-type Other<'py> = (String, String, Vec<u64>, Bound<'py, PyAny>, Option<(usize, String)>, Bound<'py, PyAny>);
+/// What `varvite.tensors.Described` is: name, dtype, shape, value, identity, source, and whether the value
+/// is kept.
+type Other<'py> =
+    (String, String, Vec<u64>, Bound<'py, PyAny>, Option<(usize, String)>, Bound<'py, PyAny>, bool);
 
-fn describe(py: Python<'_>, leaves: Vec<Leaf>) -> PyResult<Vec<Found>> {
+fn default_describer(py: Python<'_>) -> PyResult<Py<PyAny>> {
+    let tensors = py.import(intern!(py, "varvite.tensors"))?;
+    Ok(tensors.getattr(intern!(py, "describe_other"))?.unbind())
+}
+
+fn describe(py: Python<'_>, leaves: Vec<Leaf>, describe_other: &Bound<'_, PyAny>) -> PyResult<Vec<Found>> {
     let torch = Torch::loaded(py)?;
     let mut found = Vec::with_capacity(leaves.len());
     for Leaf { name, value } in leaves {
         let value = value.into_bound(py);
         found.push(match dense(torch, &value)? {
             Some(tensor) => Found::dense(name, tensor),
-            None => Found::other(&name, &value)?,
+            None => Found::other(&name, &value, describe_other)?,
         });
     }
     Ok(found)
@@ -155,14 +208,14 @@ impl Found {
         let DenseTensor { dtype, shape, memory } = tensor;
         let identity =
             (!shape.contains(&0)).then(|| Identity { address: memory.address(), way: String::new() });
+        let memory = SourceMemory { memory, when: When::Now };
         Self { name, dtype, shape, memory, identity, source: None }
     }
 
     /// Has Python copy or refuse what is no dense tensor.
-    fn other(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn other(name: &str, value: &Bound<'_, PyAny>, describe: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = value.py();
-        let describe = py.import(intern!(py, "varvite.tensors"))?.getattr(intern!(py, "describe_other"))?;
-        let (name, dtype, shape, copy, identity, source): Other<'_> =
+        let (name, dtype, shape, copy, identity, source, is_kept): Other<'_> =
             describe.call1((name, value))?.extract()?;
         let dtype = Dtype::parse(&dtype).map_err(|error| raise(py, &error))?;
         let expected = raw_length_bytes(&shape, dtype).ok_or_else(|| {
@@ -170,6 +223,8 @@ impl Found {
         })?;
         let memory = Memory::of(&copy, &name, expected, false)?;
         let identity = identity.map(|(address, way)| Identity { address, way });
+        let when = if is_kept { When::Kept } else { When::NowApart };
+        let memory = SourceMemory { memory, when };
         Ok(Self { name, dtype, shape, memory, identity, source: Some(source.unbind()) })
     }
 

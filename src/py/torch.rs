@@ -1,6 +1,7 @@
 //! What the bindings know of torch, once the program has imported it: types, dtypes, and how to ask for an
 //! address.
 
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -16,6 +17,8 @@ pub(crate) struct Torch {
     parameter: Py<PyType>,
     /// Where the storage starts, without a copy-on-write clone copying itself as `data_ptr` makes it.
     storage_address: Option<Py<PyAny>>,
+    /// Makes a clone that shares memory until one of the two is written.
+    lazy_clone: Option<Py<PyAny>>,
     dtypes: Vec<(Py<PyAny>, Dtype)>,
 }
 
@@ -42,6 +45,7 @@ impl Torch {
             tensor: torch.getattr("Tensor")?.cast_into::<PyType>()?.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.cast_into::<PyType>()?.unbind(),
             storage_address: torch.getattr("_C")?.getattr("_data_address").ok().map(Bound::unbind),
+            lazy_clone: torch.getattr("_lazy_clone").ok().map(Bound::unbind),
             dtypes,
         })
     }
@@ -75,5 +79,17 @@ impl Torch {
         let offset: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
         let offset_bytes = offset.checked_mul(dtype.size_bytes() as usize);
         Ok(offset_bytes.and_then(|offset_bytes| start.checked_add(offset_bytes)).unwrap_or(0))
+    }
+
+    /// A clone that shares memory until one of the two is written; `None` where this torch, or the storage
+    /// of this tensor, knows no such thing. To be called without gradients.
+    pub(crate) fn lazy_clone<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = tensor.py();
+        // Without an address that is read without a write, the clone would be a copy.
+        let (Some(lazy_clone), Some(_)) = (&self.lazy_clone, &self.storage_address) else { return Ok(None) };
+        match lazy_clone.bind(py).call1((tensor,)) {
+            Err(error) if error.is_instance_of::<PyRuntimeError>(py) => Ok(None),
+            other => other.map(Some),
+        }
     }
 }

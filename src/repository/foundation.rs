@@ -1,5 +1,6 @@
 //! What a save builds on: the snapshot before it, whose chunks it need not write again.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -13,6 +14,9 @@ use crate::plan::{Base, chunk_ranges};
 use crate::write::{BasePacks, EntryInput};
 
 use super::Shared;
+
+/// Bytes that are digested before another thread would be awake.
+const FEW_BYTES: usize = 1 << 20;
 
 /// The base of a save, with its packs open and held.
 #[derive(Debug)]
@@ -42,7 +46,8 @@ impl Shared {
         }
     }
 
-    /// For each source, whether its bytes are those of the base: such a tensor needs no copy.
+    /// For each source, whether its bytes are those of the base: such a tensor needs no copy. False for a
+    /// source that isn't given.
     ///
     /// Only tensors that did not change from the base's parent to the base are compared, by digest and in
     /// place; for all others that would be a read for nothing before the copy.
@@ -50,11 +55,15 @@ impl Shared {
         &self,
         base_packs: &BasePacks,
         entries: &[EntryInput],
-        sources: &[&[u8]],
+        sources: &[Option<&[u8]>],
     ) -> Result<Vec<bool>> {
         let mut unchanged = vec![false; sources.len()];
         let Some(base) = base_packs.base().filter(|base| base.trusted) else { return Ok(unchanged) };
-        let candidates = self.candidates(base, base_packs, entries);
+        let candidates: Vec<(usize, &[u8], &Shard)> = self
+            .candidates(base, base_packs, entries)
+            .into_iter()
+            .filter_map(|(source, shard)| Some((source, sources[source]?, shard)))
+            .collect();
         if candidates.is_empty() {
             return Ok(unchanged);
         }
@@ -62,8 +71,7 @@ impl Shared {
         let chunks: Vec<(usize, &[u8], ChunkDigest)> = candidates
             .iter()
             .enumerate()
-            .flat_map(|(candidate, (source, shard))| {
-                let bytes = sources[*source];
+            .flat_map(|(candidate, &(_, bytes, shard))| {
                 chunk_ranges(bytes.len() as u64, self.options.chunk_bytes).zip(&shard.chunks).map(
                     move |(range, chunk)| {
                         (candidate, &bytes[range.start as usize..range.end as usize], chunk.digest)
@@ -71,20 +79,31 @@ impl Shared {
                 )
             })
             .collect();
-        self.threads.pool()?.install(|| {
-            let piece_count = if chunks.len() > 256 { 64 } else { 1 };
-            chunks.par_iter().with_min_len(piece_count).for_each(|(candidate, bytes, digest)| {
-                // One chunk that differs is enough: the tensor is copied whole.
-                let is_known = differs[*candidate].load(Ordering::Relaxed);
-                if !is_known && ChunkDigest::of(bytes) != *digest {
-                    differs[*candidate].store(true, Ordering::Relaxed);
-                }
+        let compare = |(candidate, bytes, digest): &(usize, &[u8], ChunkDigest)| {
+            // One chunk that differs is enough: the tensor is copied whole.
+            let is_known = differs[*candidate].load(Ordering::Relaxed);
+            if !is_known && ChunkDigest::of(bytes) != *digest {
+                differs[*candidate].store(true, Ordering::Relaxed);
+            }
+        };
+        if chunks.iter().map(|(_, bytes, _)| bytes.len()).sum::<usize>() <= FEW_BYTES {
+            chunks.iter().for_each(compare);
+        } else {
+            self.threads.pool()?.install(|| {
+                let piece_count = if chunks.len() > 256 { 64 } else { 1 };
+                chunks.par_iter().with_min_len(piece_count).for_each(compare);
             });
-        });
-        for ((source, _), differs) in candidates.iter().zip(&differs) {
+        }
+        for ((source, ..), differs) in candidates.iter().zip(&differs) {
             unchanged[*source] = !differs.load(Ordering::Relaxed);
         }
         Ok(unchanged)
+    }
+
+    /// The sources that [`Shared::find_unchanged`] compares.
+    pub(super) fn worth_comparing(&self, base_packs: &BasePacks, entries: &[EntryInput]) -> HashSet<usize> {
+        let Some(base) = base_packs.base().filter(|base| base.trusted) else { return HashSet::new() };
+        self.candidates(base, base_packs, entries).into_iter().map(|(source, _)| source).collect()
     }
 
     /// Sources that did not change last time, with the shards that may hold their bytes, in packs that are

@@ -103,6 +103,8 @@ struct Shared {
     threads: Arc<Threads>,
     registry: Arc<Registry>,
     stage_pool: Arc<StagePool>,
+    /// Memory for what is copied after the caller has gone on.
+    later_pool: Arc<StagePool>,
     repository_id: String,
     recovered: Recovered,
     lock: Mutex<Option<Box<dyn WriterLock>>>,
@@ -196,6 +198,7 @@ impl Repository {
                 store,
                 options,
                 stage_pool: Arc::new(StagePool::default()),
+                later_pool: Arc::new(StagePool::default()),
                 repository_id: marker.repository_id,
                 recovered,
                 lock: Mutex::new(lock),

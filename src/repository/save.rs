@@ -1,6 +1,6 @@
 //! One save from the caller's tensors to a committed snapshot.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -14,7 +14,7 @@ use crate::format::names;
 use crate::kill;
 use crate::plan::{self, Base, Compression, Measured};
 use crate::retain;
-use crate::stage::{self, Staged};
+use crate::stage::{self, Later, Staged};
 use crate::write::{Coding, EntryInput, Source, WriteJob, Written, write_pack};
 
 use super::chance::{now_unix_ms, random_u128};
@@ -47,7 +47,7 @@ pub struct SaveReport {
     pub chunk_count: u64,
     /// Chunks that were not written because the base, or this save, had their bytes already.
     pub reused_chunk_count: u64,
-    /// Seconds of copying the tensors: what the caller waited for.
+    /// Seconds of copying the tensors: what the caller waited for, and the copy of later sources.
     pub copy_seconds: f64,
     /// Seconds of digesting and deciding.
     pub encode_seconds: f64,
@@ -71,10 +71,24 @@ pub struct SaveSession {
     request: SaveRequest,
     /// What it builds on, where that was decided before the copy.
     foundation: Option<Foundation>,
-    /// For each source, whether the base has its bytes, so that it was not staged.
-    unchanged: Vec<bool>,
-    staged: Option<Staged>,
+    /// For each source, where its bytes are.
+    places: Vec<Place>,
+    stages: Vec<Staged>,
+    later: Option<Box<dyn Later>>,
+    /// Whether later sources are still to be copied.
+    awaits_copy: bool,
     copy_seconds: f64,
+}
+
+/// Where the bytes of a source are.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    /// In the base, under the name of its entry.
+    Unchanged,
+    /// In one of the copies of this save.
+    Staged { stage: usize, index: usize },
+    /// Where the caller has them: position among the later sources.
+    Later(usize),
 }
 
 impl Repository {
@@ -84,22 +98,49 @@ impl Repository {
     /// # Errors
     /// [`Error::InvalidInput`] where the handle may not write, or is used in a forked child.
     pub fn begin_save(&self, request: SaveRequest, sources: &[&[u8]]) -> Result<SaveSession> {
+        let sources: Vec<Option<&[u8]>> = sources.iter().map(|source| Some(*source)).collect();
+        self.begin_save_later(request, &sources, None)
+    }
+
+    /// Starts a save as [`Repository::begin_save`], except that the sources that are `None` here are those
+    /// of `later`, in order: they are copied by [`SaveSession::copy_later`].
+    ///
+    /// # Errors
+    /// As [`Repository::begin_save`].
+    pub fn begin_save_later(
+        &self,
+        request: SaveRequest,
+        sources: &[Option<&[u8]>],
+        later: Option<Box<dyn Later>>,
+    ) -> Result<SaveSession> {
+        let later_count = later.as_ref().map_or(0, |later| later.count());
+        if sources.iter().filter(|source| source.is_none()).count() != later_count {
+            return Err(Error::Internal { what: "a save has too few or too many later sources".to_owned() });
+        }
         let mut session = self.session(request)?;
         let started = Instant::now();
         let shared = &self.shared;
         let at_hand = || shared.base_at_hand().filter(|base| base.trusted);
         let foundation = shared.foundation(&session.pack_name, at_hand);
         let unchanged = shared.find_unchanged(&foundation.base_packs, &session.request.entries, sources)?;
-        let copied: Vec<&[u8]> = sources
-            .iter()
-            .zip(&unchanged)
-            .filter(|(_, is_equal)| !**is_equal)
-            .map(|(source, _)| *source)
-            .collect();
-        session.staged = Some(stage::stage(&shared.stage_pool, &shared.threads, &copied)?);
-        session.unchanged = unchanged;
+        let mut copied: Vec<&[u8]> = Vec::with_capacity(sources.len());
+        let mut positions = 0..later_count;
+        for (source, is_unchanged) in sources.iter().zip(unchanged) {
+            session.places.push(match source {
+                _ if is_unchanged => Place::Unchanged,
+                Some(bytes) => {
+                    copied.push(bytes);
+                    Place::Staged { stage: 0, index: copied.len() - 1 }
+                }
+                // As many as there are positions, see above.
+                None => Place::Later(positions.next().unwrap_or(later_count)),
+            });
+        }
+        session.stages.push(stage::stage(&shared.stage_pool, &shared.threads, &copied)?);
         // Where none is at hand, the thread of the save looks at the store.
         session.foundation = foundation.base_packs.base().is_some().then_some(foundation);
+        session.awaits_copy = later.is_some();
+        session.later = later;
         session.copy_seconds = started.elapsed().as_secs_f64();
         kill::point("save.staged");
         Ok(session)
@@ -135,8 +176,10 @@ impl Repository {
             parent,
             request,
             foundation: None,
-            unchanged: Vec::new(),
-            staged: None,
+            places: Vec::new(),
+            stages: Vec::new(),
+            later: None,
+            awaits_copy: false,
             copy_seconds: 0.0,
         })
     }
@@ -149,29 +192,96 @@ impl SaveSession {
         self.seq
     }
 
+    /// True while sources of the caller are still to be copied.
+    #[must_use]
+    pub fn awaits_copy(&self) -> bool {
+        self.awaits_copy
+    }
+
     /// Bytes of the copies that it holds.
     #[must_use]
     pub fn staged_bytes(&self) -> usize {
-        self.staged.as_ref().map_or(0, |staged| staged.slices().into_iter().map(<[u8]>::len).sum())
+        self.stages.iter().flat_map(Staged::slices).map(<[u8]>::len).sum()
     }
 
-    /// Writes and commits what was staged.
+    /// Copies the later sources and lets go of them; those that did not change last time last, and only
+    /// where they differ from the base.
+    ///
+    /// # Errors
+    /// As [`stage::stage_later`]; the save is over then.
+    pub fn copy_later(&mut self, cancelled: &AtomicBool) -> Result<()> {
+        if !std::mem::take(&mut self.awaits_copy) {
+            return Ok(());
+        }
+        let Some(mut later) = self.later.take() else { return Ok(()) };
+        let started = Instant::now();
+        later.arrive()?;
+        let shared = Arc::clone(&self.shared);
+        let compared = self.foundation.as_ref().map_or_else(HashSet::new, |foundation| {
+            shared.worth_comparing(&foundation.base_packs, &self.request.entries)
+        });
+        let (maybe_equal, to_copy): (Vec<_>, Vec<_>) =
+            self.later_places(later.as_ref()).partition(|(source, _)| compared.contains(source));
+        self.stage_later(later.as_mut(), &to_copy, cancelled)?;
+        if let Some(foundation) = self.foundation.as_ref().filter(|_| !maybe_equal.is_empty()) {
+            let mut sources: Vec<Option<&[u8]>> = vec![None; self.places.len()];
+            for &(source, position) in &maybe_equal {
+                sources[source] = Some(later.bytes(position));
+            }
+            let unchanged = shared.find_unchanged(&foundation.base_packs, &self.request.entries, &sources)?;
+            let (equal, to_copy): (Vec<_>, Vec<_>) =
+                maybe_equal.into_iter().partition(|&(source, _)| unchanged[source]);
+            equal.iter().for_each(|&(source, _)| self.places[source] = Place::Unchanged);
+            later.let_go(&equal.iter().map(|&(_, position)| position).collect::<Vec<_>>())?;
+            self.stage_later(later.as_mut(), &to_copy, cancelled)?;
+        }
+        self.later = Some(later);
+        self.copy_seconds += started.elapsed().as_secs_f64();
+        kill::point("save.copied");
+        Ok(())
+    }
+
+    /// Later sources that need a copy: (source, position among the later ones).
+    fn later_places(&self, later: &dyn Later) -> impl Iterator<Item = (usize, usize)> {
+        self.places.iter().enumerate().filter_map(|(source, place)| match place {
+            Place::Later(position) if !later.is_kept(*position) => Some((source, *position)),
+            _ => None,
+        })
+    }
+
+    fn stage_later(
+        &mut self,
+        later: &mut dyn Later,
+        sources: &[(usize, usize)],
+        cancelled: &AtomicBool,
+    ) -> Result<()> {
+        let shared = &self.shared;
+        let positions: Vec<usize> = sources.iter().map(|&(_, position)| position).collect();
+        let staged = stage::stage_later(&shared.later_pool, &shared.threads, later, &positions, cancelled)?;
+        for (index, &(source, _)) in sources.iter().enumerate() {
+            self.places[source] = Place::Staged { stage: self.stages.len(), index };
+        }
+        self.stages.push(staged);
+        Ok(())
+    }
+
+    /// Copies what is still to be copied, then writes and commits.
     ///
     /// # Errors
     /// As [`Repository::save_sync`].
     pub fn run(mut self, cancelled: &AtomicBool) -> Result<SaveReport> {
-        let staged = self
-            .staged
-            .take()
-            .ok_or_else(|| Error::Internal { what: "a save ran without staged bytes".to_owned() })?;
-        let mut copies = staged.slices().into_iter();
+        self.copy_later(cancelled)?;
+        let (stages, later) = (std::mem::take(&mut self.stages), self.later.take());
+        let copies: Vec<Vec<&[u8]>> = stages.iter().map(Staged::slices).collect();
+        let bytes_at = |place: &Place| match *place {
+            Place::Unchanged => Some(Source::Unchanged),
+            Place::Staged { stage, index } => copies.get(stage)?.get(index).copied().map(Source::Elements),
+            Place::Later(position) => later.as_ref().map(|later| Source::Elements(later.bytes(position))),
+        };
         let sources: Vec<Source<'_>> = self
-            .unchanged
+            .places
             .iter()
-            .map(|&is_unchanged| match is_unchanged {
-                true => Some(Source::Unchanged),
-                false => copies.next().map(Source::Elements),
-            })
+            .map(bytes_at)
             .collect::<Option<_>>()
             .ok_or_else(|| Error::Internal { what: "a save staged too few tensors".to_owned() })?;
         self.run_with(&sources, cancelled)

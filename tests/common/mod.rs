@@ -5,6 +5,7 @@
 
 pub(crate) mod hooked;
 pub(crate) mod journal;
+pub(crate) mod lent;
 pub(crate) mod oracle;
 pub(crate) mod run;
 pub(crate) mod sim_store;

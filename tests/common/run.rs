@@ -6,6 +6,7 @@ use varvite::error::Result;
 use varvite::repository::Repository;
 
 use super::journal::Journal;
+use super::lent::{Lent, Log};
 use super::training::{State, refuse_failed_retention, request};
 
 /// A handle, the journal of what it was asked for, and whoever else wants to know.
@@ -38,7 +39,13 @@ impl Run<'_> {
         let sources: Vec<&[u8]> = state.values().map(Vec::as_slice).collect();
         let (request, cancelled) = (request(step, &state), AtomicBool::new(false));
         let report = if self.staged {
-            self.repository.begin_save(request, &sources)?.run(&cancelled)?
+            // Some are taken now, others later, of which some stay until the end.
+            let is_now = |index: usize| index.is_multiple_of(2);
+            let now: Vec<Option<&[u8]>> =
+                sources.iter().enumerate().map(|(index, source)| is_now(index).then_some(*source)).collect();
+            let later = sources.iter().enumerate().filter(|(index, _)| !is_now(*index));
+            let lent = Lent::new(later.map(|(_, source)| source.to_vec()).collect(), &[1], &Log::default());
+            self.repository.begin_save_later(request, &now, Some(Box::new(lent)))?.run(&cancelled)?
         } else {
             self.repository.save_sync(request, &sources, &cancelled)?
         };

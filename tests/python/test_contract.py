@@ -240,7 +240,6 @@ def test_a_wrong_path_is_refused(path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"staging": "cow"},
         {"remote": "s3://bucket/run"},
         {"rank": 0, "world_size": 2},
     ],

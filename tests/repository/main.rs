@@ -7,6 +7,7 @@ mod common;
 
 mod coding;
 mod keeping;
+mod later;
 mod merging;
 mod opening;
 mod races;
