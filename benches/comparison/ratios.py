@@ -20,7 +20,7 @@ from comparison.peers import PEERS
 from comparison.peers.base import Peer
 from comparison.workloads import assert_equal, digests, payload_bytes
 
-BASE_STEPS = 300
+BASE_STEPS = 600
 LEARNING_RATES = (3e-4, 3e-5, 1e-6)
 STEPS_BETWEEN = (1, 10, 100)
 # The run whose saves are counted for every peer: ten, ten steps apart.
