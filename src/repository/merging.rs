@@ -70,13 +70,7 @@ impl Repository {
         shared.must_write("merge")?;
         let mut merging = shared.merging.lock().unwrap_or_else(PoisonError::into_inner);
         let is_cancelled = || cancelled.load(Ordering::Relaxed) || shared.closing.load(Ordering::Relaxed);
-        let mut merge = Merge {
-            shared,
-            merging: &mut merging,
-            is_cancelled: &is_cancelled,
-            found: verify::Report::default(),
-            report: MergeReport::default(),
-        };
+        let mut merge = Merge::new(shared, &mut merging, &is_cancelled);
         let merged = merge.run(everything);
         let Merge { found, mut report, .. } = merge;
         if let Err(error) = merged {
@@ -97,7 +91,12 @@ struct Merge<'a> {
     report: MergeReport,
 }
 
-impl Merge<'_> {
+impl<'a> Merge<'a> {
+    fn new(shared: &'a Shared, merging: &'a mut Merging, is_cancelled: &'a dyn Fn() -> bool) -> Self {
+        let (found, report) = (verify::Report::default(), MergeReport::default());
+        Self { shared, merging, is_cancelled, found, report }
+    }
+
     fn run(&mut self, everything: bool) -> Result<()> {
         // Whoever closed the handle while this one waited for another merge has let go of the lock.
         self.go_on()?;
@@ -367,6 +366,19 @@ fn needs(snapshot: &SnapshotUse, error: &Error) -> bool {
 }
 
 impl Shared {
+    /// Waits for the merge that runs, and serves whom it left behind: with this handle goes the knowledge of
+    /// where their chunks are, and they would keep a second copy of them.
+    pub(super) fn finish_merges(&self) {
+        let mut merging = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
+        if merging.moves.is_empty() || self.must_write("merge").is_err() {
+            return;
+        }
+        // Where this fails every snapshot is whole, and the next sweep or merge finds what lies around.
+        if Merge::new(self, &mut merging, &|| false).serve_latecomers().is_err() {
+            self.lock_state().doubt();
+        }
+    }
+
     /// Makes what this handle knows of a snapshot that of its new manifest. Where replacing it failed, only
     /// the store knows which one is there.
     fn note_replaced(&self, made: Manifest, is_done: bool) {

@@ -331,7 +331,7 @@ impl Repository {
     /// callers wait for them first; a merge that runs is ended.
     pub fn close(&self) {
         self.shared.closing.store(true, Ordering::Relaxed);
-        drop(self.shared.merging.lock().unwrap_or_else(PoisonError::into_inner));
+        self.shared.finish_merges();
         *self.shared.lock.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 

@@ -177,6 +177,7 @@ def small_files_only() -> Iterator[None]:
 def fail_to_merge(manager: CheckpointManager) -> None:
     """Makes a merge in the background fail, of a manager that allows two packs."""
     save_steps(manager, range(1, 3))
+    manager._merging.wait()  # else it may run into the limit too, and fail twice
     with small_files_only():
         manager.save_sync(3, state(3), rng=False)
         manager._merging.wait()

@@ -89,6 +89,23 @@ fn a_save_that_commits_after_the_merge_with_old_refs_is_served_by_the_next_witho
 }
 
 #[test]
+fn closing_serves_a_save_that_committed_after_the_merge() {
+    let (store, repository) = filled(4, None);
+    let merger = repository.clone();
+    store.once(
+        |event| matches!(event, Event::Stage(name) if name.starts_with("5-r0-")),
+        move || assert_eq!(merge(&merger).merged_pack_count, 4),
+    );
+    save(&repository, 5).unwrap();
+    assert!(packs_of(&repository, 5).iter().all(|name| name.contains("-r0-")));
+    repository.close();
+    drop(repository);
+    let repository = Repository::open(Arc::new(store), options(Vec::new())).unwrap();
+    assert!(packs_of(&repository, 5).iter().any(|name| name.starts_with("4-m0-")));
+    check(&repository, 5);
+}
+
+#[test]
 fn a_save_that_lasts_longer_than_two_merges_is_served_all_the_same() {
     let (store, repository) = filled(4, None);
     let merger = repository.clone();
