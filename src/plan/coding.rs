@@ -1,5 +1,7 @@
 //! Whether a save codes its chunks: what the caller asked for, and what was measured so far.
 
+#![expect(clippy::cast_precision_loss, reason = "rates need no more digits than a float has")]
+
 use crate::codec::Effort;
 
 /// How small chunks are made, as the caller wishes.

@@ -45,18 +45,15 @@ impl Worker {
         range: std::ops::Range<usize>,
         slices: Vec<&mut [u8]>,
     ) -> Result<()> {
-        let raw = match &chunk.rounded_from {
-            Some(rounded_from) => {
-                self.buffers.round(source, chunk, rounded_from, &mut self.rounded)?;
-                self.rounded.as_slice()
-            }
-            None => {
-                let stored = self
-                    .group
-                    .get(range)
-                    .ok_or_else(|| Error::Internal { what: "a chunk lies outside of its read".to_owned() })?;
-                self.buffers.raw_of(source, chunk.entry, &chunk.reference, chunk.raw_length_bytes, stored)?
-            }
+        let raw = if let Some(rounded_from) = &chunk.rounded_from {
+            self.buffers.round(source, chunk, rounded_from, &mut self.rounded)?;
+            self.rounded.as_slice()
+        } else {
+            let stored = self
+                .group
+                .get(range)
+                .ok_or_else(|| Error::Internal { what: "a chunk lies outside of its read".to_owned() })?;
+            self.buffers.raw_of(source, chunk.entry, &chunk.reference, chunk.raw_length_bytes, stored)?
         };
         for (piece, slice) in chunk.pieces.iter().zip(slices) {
             scatter(piece, raw, slice)?;

@@ -183,7 +183,7 @@ pub fn write_pack(
     let worth = base.as_deref().map_or_else(HashSet::new, |base| {
         base.packs_worth_keeping(deferred.iter().map(|(_, reference)| *reference), job.refer_always)
     });
-    let again = walk.refer(&pending, deferred, &worth)?;
+    let again = walk.refer(&pending, deferred, &worth);
     walk.pass(&pending, &again, false)?;
     let Walk { appender, found, seconds, .. } = walk;
 
@@ -266,14 +266,14 @@ impl<'a> Walk<'a, '_> {
                 let started = Instant::now();
                 preparer.prepare(&chunks, mode).map(|prepared| (prepared, started.elapsed().as_secs_f64()))
             };
-            let (prepared, prepare_seconds) = beside(&threads, work, || match ready.take() {
-                Some((positions, prepared)) => {
-                    self.append(pending, positions, prepared, may_refer, &mut deferred)
+            let (chunks_made, seconds) = beside(&threads, work, || match ready.take() {
+                Some((positions, before)) => {
+                    self.append(pending, positions, before, may_refer, &mut deferred)
                 }
                 None => Ok(()),
             })??;
-            self.note_speed(&prepared, &chunks, prepare_seconds);
-            ready = Some((batch, prepared));
+            self.note_speed(&chunks_made, &chunks, seconds);
+            ready = Some((batch, chunks_made));
         }
         if let Some((positions, prepared)) = ready {
             self.append(pending, positions, prepared, may_refer, &mut deferred)?;
@@ -311,12 +311,7 @@ impl<'a> Walk<'a, '_> {
     }
 
     /// Refers to the chunks of the base whose packs are worth keeping; returns the positions of others.
-    fn refer(
-        &mut self,
-        pending: &[Pending<'a>],
-        deferred: Deferred,
-        worth: &HashSet<u32>,
-    ) -> Result<Vec<usize>> {
+    fn refer(&mut self, pending: &[Pending<'a>], deferred: Deferred, worth: &HashSet<u32>) -> Vec<usize> {
         let mut again = Vec::new();
         for (position, reference) in deferred {
             let usable = worth.contains(&reference.pack)
@@ -328,10 +323,11 @@ impl<'a> Walk<'a, '_> {
                 None => again.push(position),
             }
         }
-        Ok(again)
+        again
     }
 
     /// Gives up coding where it turns out slower than it has to be.
+    #[expect(clippy::cast_precision_loss, reason = "a rate needs no more digits than a float has")]
     fn note_speed(&mut self, prepared: &[Prepared<'_>], chunks: &[Pending<'_>], seconds: f64) {
         self.seconds.encode += seconds;
         if self.effort.is_none() {

@@ -134,7 +134,7 @@ impl<'a> Preparer<'a> {
     pub(super) fn recycle(&self, form: Form<'_>) {
         match form {
             Form::Coded { stored, .. } | Form::Raw(Cow::Owned(stored)) => {
-                self.stored_buffers.give_back(stored)
+                self.stored_buffers.give_back(stored);
             }
             _ => {}
         }

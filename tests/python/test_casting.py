@@ -18,7 +18,9 @@ def stored_dtypes(manager):
 
 def trained(steps=3, dtype=torch.float32):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)).to(
+        dtype
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
         model(torch.randn(4, 8, dtype=dtype)).square().mean().backward()

@@ -109,7 +109,9 @@ def test_a_copy_of_the_master_weights_costs_nothing(tmp_path):
     weights = published(training.model.state_dict())
     with CheckpointManager(tmp_path, compression="fast", fsync=False) as manager:
         manager.save_sync(0, {"copy": weights}, **training.objects)
-        large = [entry for entry in manager.entries() if entry.name.startswith("copy") and entry.raw_bytes > 512]
+        large = [
+            entry for entry in manager.entries() if entry.name.startswith("copy") and entry.raw_bytes > 512
+        ]
         assert [entry.stored_bytes for entry in large] == [0] * 3
         assert_same(manager.load()["copy"], weights)
         assert_same(manager.load(names=["copy.*"])['copy."1.weight"'], weights["1.weight"])

@@ -27,6 +27,7 @@ fn repository(store: &MemoryStore, compression: Compression, rules: Vec<Rule>) -
 }
 
 /// Numbers like weights: both signs, exponents close together, mantissas of noise.
+#[expect(clippy::cast_precision_loss, reason = "24 bits fit")]
 fn weights(seed: u64, count: usize) -> Vec<f32> {
     let mut state = seed * 2 + 1;
     let mut next = || {

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use varvite::error::Error;
+use varvite::merger::Merger;
 use varvite::repository::{Repository, SaveSession};
 use varvite::saver::Job;
 use varvite::store::memory::MemoryStore;
@@ -120,7 +121,11 @@ fn a_later_source_that_did_not_change_last_time_is_compared_last_and_copied_wher
 #[test]
 fn a_job_is_copied_before_it_is_done_and_at_once_where_nothing_is_later() {
     let repository = repository();
-    let job = Job::start(begin(&repository, 1, &state(1, 2), &[], |_| (), &Log::default())).unwrap();
+    let job = Job::start(
+        begin(&repository, 1, &state(1, 2), &[], |_| (), &Log::default()),
+        Merger::new(repository.clone()),
+    )
+    .unwrap();
     assert!(job.wait_copied(LONG));
     job.wait(LONG).unwrap().unwrap();
     assert!(job.is_copied());
@@ -129,7 +134,7 @@ fn a_job_is_copied_before_it_is_done_and_at_once_where_nothing_is_later() {
     let (request, sources) = request_of(2, &tensors);
     let session = repository.begin_save(request, &sources).unwrap();
     assert!(!session.awaits_copy());
-    let job = Job::start(session).unwrap();
+    let job = Job::start(session, Merger::new(repository.clone())).unwrap();
     assert!(job.is_copied());
     job.wait(LONG).unwrap().unwrap();
 }
@@ -141,14 +146,20 @@ fn a_save_that_fails_before_or_in_the_copy_lets_everyone_go_and_the_next_one_wor
     let breaks: [fn(&mut Lent); 2] = [|lent| lent.fails_to_arrive = true, |lent| lent.changes = Some(1)];
     for (step, change) in (2..).zip(breaks) {
         let log = Log::default();
-        let job = Job::start(begin(&repository, step, &state(1, step), &[], change, &log)).unwrap();
+        let job = Job::start(
+            begin(&repository, step, &state(1, step), &[], change, &log),
+            Merger::new(repository.clone()),
+        )
+        .unwrap();
         assert!(job.wait_copied(LONG));
         let Err(error) = job.wait(LONG).unwrap() else { panic!("save {step} should fail") };
         assert!(matches!(*error, Error::Internal { .. } | Error::InvalidInput { .. }), "{error}");
         assert_eq!(log.lines().last().unwrap(), "dropped");
     }
     let log = Log::default();
-    let job = Job::start(begin(&repository, 4, &state(1, 9), &[], |_| (), &log)).unwrap();
+    let job =
+        Job::start(begin(&repository, 4, &state(1, 9), &[], |_| (), &log), Merger::new(repository.clone()))
+            .unwrap();
     let seq = job.wait(LONG).unwrap().unwrap().header.seq;
     assert_loads(&repository, seq, &state(1, 9));
     assert_eq!(repository.list().unwrap().headers.len(), 2);
