@@ -8,13 +8,15 @@ use std::sync::{Arc, Mutex};
 use varvite::error::Result;
 use varvite::format::names::parse_manifest_name;
 use varvite::store::memory::MemoryStore;
-use varvite::store::{Folder, Key, Listed, PutMode, ReadAt, StagedWrite, Store, WriterLock};
+use varvite::store::{Folder, Key, Listed, Published, PutMode, ReadAt, StagedWrite, Store, WriterLock};
 
-/// What is about to happen to the store.
+/// What is about to happen to the store, or just has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     /// A pack of this name is begun.
     Stage(String),
+    /// A pack of this name has become visible.
+    Published(String),
     /// A manifest of this name is replaced.
     Replace(String),
     /// Packs are deleted.
@@ -83,6 +85,29 @@ impl fmt::Debug for Hooked {
     }
 }
 
+#[derive(Debug)]
+struct HookedWrite {
+    inner: Box<dyn StagedWrite>,
+    store: Hooked,
+    name: String,
+}
+
+impl StagedWrite for HookedWrite {
+    fn position_bytes(&self) -> u64 {
+        self.inner.position_bytes()
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.inner.append(bytes)
+    }
+
+    fn publish(self: Box<Self>) -> Result<Published> {
+        let published = self.inner.publish()?;
+        self.store.tell(&Event::Published(self.name))?;
+        Ok(published)
+    }
+}
+
 impl Store for Hooked {
     fn root(&self) -> String {
         self.root.clone().unwrap_or_else(|| self.inner.root())
@@ -90,7 +115,8 @@ impl Store for Hooked {
 
     fn stage(&self, key: &Key) -> Result<Box<dyn StagedWrite>> {
         self.tell(&Event::Stage(key.name().to_owned()))?;
-        self.inner.stage(key)
+        let inner = self.inner.stage(key)?;
+        Ok(Box::new(HookedWrite { inner, store: self.clone(), name: key.name().to_owned() }))
     }
 
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {

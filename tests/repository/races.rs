@@ -163,6 +163,18 @@ fn a_snapshot_deleted_while_its_manifest_is_replaced_does_not_come_back() {
 }
 
 #[test]
+fn a_sweep_before_the_first_manifest_is_replaced_leaves_the_new_pack() {
+    let (store, repository) = filled(4, None);
+    let other = repository.clone();
+    store.once(
+        |event| matches!(event, Event::Published(name) if name.contains("-m0-")),
+        move || assert!(other.delete(1).is_ok()),
+    );
+    merge(&repository);
+    check(&repository, 3);
+}
+
+#[test]
 fn all_snapshots_deleted_during_the_copy_leave_nothing() {
     let (store, repository) = filled(3, None);
     let other = repository.clone();
