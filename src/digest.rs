@@ -8,6 +8,11 @@ use std::fmt;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
+use crate::kernel;
+
+/// Shorter bytes gain nothing from being asked for ahead of time.
+const UNCACHED_FROM_BYTES: usize = 64 << 10;
+
 /// XXH3-64 with seed 0.
 #[must_use]
 pub fn xxh3_64(bytes: &[u8]) -> u64 {
@@ -29,6 +34,17 @@ impl ChunkDigest {
     #[must_use]
     pub fn of(bytes: &[u8]) -> Self {
         Self(xxh3_128(bytes))
+    }
+
+    /// The same digest, for bytes that are not in the cache: half as fast again there, slower in the cache.
+    #[must_use]
+    pub fn of_uncached(bytes: &[u8]) -> Self {
+        if bytes.len() < UNCACHED_FROM_BYTES {
+            return Self::of(bytes);
+        }
+        let mut hasher = XxHash3_128::new();
+        kernel::fetch::walk(bytes, |piece| hasher.write(piece));
+        Self(hasher.finish_128())
     }
 }
 
@@ -65,4 +81,17 @@ impl<'de> Deserialize<'de> for ChunkDigest {
 pub fn parse_hex_u128(text: &str) -> Option<u128> {
     let canonical = text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
     if canonical { u128::from_str_radix(text, 16).ok() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ChunkDigest;
+
+    #[test]
+    fn bytes_outside_of_the_cache_have_the_same_digest() {
+        for length in [0_u32, 1, 65_535, 65_536, 100_001, 1 << 20] {
+            let bytes: Vec<u8> = (0..length).map(|index| (index * 31 + (index >> 9)) as u8).collect();
+            assert_eq!(ChunkDigest::of_uncached(&bytes), ChunkDigest::of(&bytes), "{length}");
+        }
+    }
 }

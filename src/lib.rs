@@ -18,7 +18,8 @@
 //! | code | [`codec`]: raw bytes to stored bytes and back |
 //! | bytes | [`format`], [`store`] |
 //! | values | [`region`], [`cast`], [`statistics`] |
-//! | ground | [`tensor`], [`float`], [`digest`], [`kernel`], [`threads`], [`kill`] |
+//! | ground | [`tensor`], [`float`], [`digest`], [`threads`], [`kill`] |
+//! | machine | [`kernel`]: what is written for the processor |
 //! | errors | [`error`] |
 //!
 //! # Invariants

@@ -6,6 +6,13 @@
 /// Copies below this length use the ordinary path: their bytes fit the cache.
 const STREAM_FROM_BYTES: usize = 64 * 1024;
 
+/// Bytes of a page of memory.
+const PAGE_BYTES: usize = 4096;
+/// Pages that are read in turn.
+const GROUP_BYTES: usize = 4 * PAGE_BYTES;
+/// Bytes of one page before the next one's turn: two cache lines.
+const LINES_BYTES: usize = 128;
+
 /// Copies `source` over `target`, past the cache where that pays.
 ///
 /// # Panics
@@ -21,53 +28,66 @@ pub fn copy(target: &mut [u8], source: &[u8]) {
     target.copy_from_slice(source);
 }
 
-/// Copies with 32-byte non-temporal stores, four at a time.
+/// Copies with 32-byte non-temporal stores, from four pages in turn: memory answers requests to several
+/// pages at once, so this is faster than one page after the other.
 ///
 /// # Safety
 /// The processor must have AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-#[expect(clippy::cast_ptr_alignment, reason = "loads may be unaligned; stores are aligned by the head")]
 unsafe fn stream_avx2(target: &mut [u8], source: &[u8]) {
-    use std::arch::x86_64::{
-        __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256,
-    };
-    const BLOCK_BYTES: usize = 128;
-    const AHEAD_BYTES: usize = 2048;
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch, _mm_sfence};
 
     let head = target.as_ptr().align_offset(32).min(target.len());
     let (target_head, target_rest) = target.split_at_mut(head);
     let (source_head, source_rest) = source.split_at(head);
     target_head.copy_from_slice(source_head);
 
-    let blocks = target_rest.len() / BLOCK_BYTES;
-    let to = target_rest.as_mut_ptr();
-    let from = source_rest.as_ptr();
-    for block in 0..blocks {
-        let offset = block * BLOCK_BYTES;
-        // SAFETY: `offset + 128 <= blocks * 128 <= len` of both slices, which have equal length, so that
-        // all loads and stores stay inside them; `to + offset` is 32-byte aligned because `to` was
-        // aligned above and `offset` is a multiple of 128; the slices don't overlap because one is
-        // borrowed mutably. The prefetch may point past the end: it never faults.
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(offset + AHEAD_BYTES).cast::<i8>());
-            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(offset + AHEAD_BYTES + 64).cast::<i8>());
-            let source_at = from.add(offset).cast::<__m256i>();
-            let target_at = to.add(offset).cast::<__m256i>();
-            let first = _mm256_loadu_si256(source_at);
-            let second = _mm256_loadu_si256(source_at.add(1));
-            let third = _mm256_loadu_si256(source_at.add(2));
-            let fourth = _mm256_loadu_si256(source_at.add(3));
-            _mm256_stream_si256(target_at, first);
-            _mm256_stream_si256(target_at.add(1), second);
-            _mm256_stream_si256(target_at.add(2), third);
-            _mm256_stream_si256(target_at.add(3), fourth);
+    let (target_groups, target_tail) = target_rest.as_chunks_mut::<GROUP_BYTES>();
+    let (source_groups, source_tail) = source_rest.as_chunks::<GROUP_BYTES>();
+    for (target, source) in target_groups.iter_mut().zip(source_groups) {
+        for line in (0..PAGE_BYTES).step_by(LINES_BYTES) {
+            for page in (0..GROUP_BYTES).step_by(PAGE_BYTES) {
+                let offset = page + line;
+                let ahead = source.as_ptr().wrapping_add(GROUP_BYTES + offset).cast::<i8>();
+                // SAFETY: a prefetch never faults, wherever it points. `offset + 128 <= 4 x 4096`, the
+                // length of both arrays, which don't overlap because one is borrowed mutably;
+                // `target` is 32-byte aligned because the head was cut off and groups are multiples of 32.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(ahead);
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64));
+                    stream_lines(target.as_mut_ptr().add(offset), source.as_ptr().add(offset));
+                }
+            }
         }
     }
     // Non-temporal stores are weakly ordered; another thread reads these bytes next.
     _mm_sfence();
-    let done = blocks * BLOCK_BYTES;
-    target_rest[done..].copy_from_slice(&source_rest[done..]);
+    target_tail.copy_from_slice(source_tail);
+}
+
+/// Copies 128 bytes past the cache.
+///
+/// # Safety
+/// The processor must have AVX2; both pointers are good for 128 bytes that don't overlap, and `to` is aligned
+/// to 32 bytes.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+#[expect(clippy::cast_ptr_alignment, reason = "loads may be unaligned; stores are aligned by the caller")]
+unsafe fn stream_lines(to: *mut u8, from: *const u8) {
+    use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_stream_si256};
+    // SAFETY: the caller promises 128 bytes behind each pointer and the alignment of `to`.
+    unsafe {
+        let (from, to) = (from.cast::<__m256i>(), to.cast::<__m256i>());
+        let first = _mm256_loadu_si256(from);
+        let second = _mm256_loadu_si256(from.add(1));
+        let third = _mm256_loadu_si256(from.add(2));
+        let fourth = _mm256_loadu_si256(from.add(3));
+        _mm256_stream_si256(to, first);
+        _mm256_stream_si256(to.add(1), second);
+        _mm256_stream_si256(to.add(2), third);
+        _mm256_stream_si256(to.add(3), fourth);
+    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 
 pub mod cast;
 mod copy;
+pub mod fetch;
 pub mod rans;
 
 pub use copy::copy;

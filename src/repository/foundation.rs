@@ -82,7 +82,7 @@ impl Shared {
         let compare = |(candidate, bytes, digest): &(usize, &[u8], ChunkDigest)| {
             // One chunk that differs is enough: the tensor is copied whole.
             let is_known = differs[*candidate].load(Ordering::Relaxed);
-            if !is_known && ChunkDigest::of(bytes) != *digest {
+            if !is_known && ChunkDigest::of_uncached(bytes) != *digest {
                 differs[*candidate].store(true, Ordering::Relaxed);
             }
         };

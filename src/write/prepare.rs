@@ -182,7 +182,10 @@ impl<'a> Preparer<'a> {
             cast::narrow(entry.dtype, entry.stored_dtype, scale_log2, elements, &mut narrowed)?;
             Cow::Owned(narrowed)
         };
-        let digest = ChunkDigest::of(&raw);
+        let digest = match &raw {
+            Cow::Borrowed(elements) => ChunkDigest::of_uncached(elements),
+            Cow::Owned(narrowed) => ChunkDigest::of(narrowed),
+        };
         let statistics =
             statistics::of(entry.stored_dtype, &raw).map(|found| found.scaled(self.scales[pending.entry]));
         let found = if mode.may_refer { self.base_packs.find(digest, &raw, worker) } else { None };
