@@ -40,6 +40,7 @@ pub(crate) struct SaveTensors {
 type Row = (String, Option<u32>, &'static str, Vec<u64>, Option<String>);
 
 #[pymethods]
+#[expect(clippy::needless_pass_by_value, reason = "arguments are extracted from Python as owned values")]
 impl SaveTensors {
     /// Others than plain, dense tensors in CPU memory are described by `describe_other`, by default the
     /// one of `varvite.tensors`; the save's thread calls `arrival` before it reads what that keeps.

@@ -235,7 +235,9 @@ impl SaveSession {
             let unchanged = shared.find_unchanged(&foundation.base_packs, &self.request.entries, &sources)?;
             let (equal, to_copy): (Vec<_>, Vec<_>) =
                 maybe_equal.into_iter().partition(|&(source, _)| unchanged[source]);
-            equal.iter().for_each(|&(source, _)| self.places[source] = Place::Unchanged);
+            for &(source, _) in &equal {
+                self.places[source] = Place::Unchanged;
+            }
             later.let_go(&equal.iter().map(|&(_, position)| position).collect::<Vec<_>>())?;
             self.stage_later(later.as_mut(), &to_copy, cancelled)?;
         }
