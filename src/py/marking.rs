@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use pyo3::intern;
 use pyo3::prelude::*;
 
 use super::buffer::DenseTensor;
@@ -58,9 +59,14 @@ impl Described {
             let length_bytes = memory.length_bytes();
             let is_inside = promised.get(&memory.address()).is_some_and(|length| length_bytes <= *length);
             if source.when == When::Now && length_bytes >= least_bytes && is_inside {
+                // It holds the memory also where the caller gives the tensor itself another one.
+                let alias = memory.owner(py).call_method0(intern!(py, "detach"))?;
+                let held = DenseTensor::of(torch, &alias, false)?
+                    .filter(|dense| dense.memory.address() == memory.address());
                 // A tensor without a version, such as one made for inference, can't be seen to change.
-                if let Some(version) = version_of(memory.owner(py)) {
-                    source.when = When::Promised { name: entry.name.clone(), version };
+                if let (Some(held), Some(version)) = (held, version_of(&alias)) {
+                    let when = When::Promised { name: entry.name.clone(), version };
+                    *source = SourceMemory { memory: held.memory, when };
                     count += 1;
                 }
             }

@@ -214,6 +214,23 @@ def test_the_hazard_of_overlap_a_write_between_save_and_step_fails_the_save(tmp_
         assert_holds(manager, 1, expected)
 
 
+def test_a_parameter_that_gets_other_memory_before_it_is_copied(tmp_path):
+    """Its first memory was freed once while the save still read it."""
+    run = Run()
+    with CheckpointManager(tmp_path, staging="overlap") as manager:
+        expected = run.expected()
+        payload = payload_of(manager._staging, {}, **run.objects)
+        large = [value for value in run.model.parameters() if value.nbytes >= LEAST_LATER_BYTES]
+        for value in large:
+            value.data = torch.full_like(value, 3.0)
+            run.optimizer.state.pop(value, None)
+        gc.collect()
+        garbage = [torch.full((768, 192), 2.5) for _ in range(20)]
+        commit(manager, payload)
+        assert garbage[-1][0, 0] == 2.5
+        assert_holds(manager, 0, expected)
+
+
 # What is taken later
 
 
