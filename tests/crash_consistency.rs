@@ -11,7 +11,7 @@ use common::journal::Journal;
 use common::oracle::{Case, check_leftovers, load_all};
 use common::run::Run;
 use common::sim_store::{Flaw, Mode, Plan, SimStore};
-use common::training::{open, state_at};
+use common::training::{coded_state_at as state_at, open_coded as open};
 use varvite::error::{Error, Result};
 use varvite::repository::Repository;
 use varvite::retain::Rule;

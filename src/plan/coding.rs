@@ -23,9 +23,6 @@ pub enum Compression {
 /// as long as the save takes.
 const FASTER_THAN_STORE: f64 = 2.0;
 
-/// Coding that was this close to fast enough is measured anew at each save.
-const NEARLY: f64 = 0.8;
-
 /// Coding that was too slow is measured anew once in so many saves: the machine may be less busy.
 const MEASURE_EVERY: u64 = 8;
 
@@ -87,9 +84,9 @@ pub fn effort(compression: Compression, pace: Pace) -> Option<(Effort, Option<f6
         Compression::Max => Some((Effort::Max, None)),
         Compression::Auto => {
             let least = pace.store_bytes_per_second? * FASTER_THAN_STORE;
-            let is_hopeless = pace.coding_bytes_per_second.is_some_and(|known| known < least * NEARLY);
+            let is_too_slow = pace.coding_bytes_per_second.is_some_and(|known| known < least);
             let is_due = pace.save_count.is_multiple_of(MEASURE_EVERY);
-            (!is_hopeless || is_due).then_some((Effort::Fast, Some(least)))
+            (!is_too_slow || is_due).then_some((Effort::Fast, Some(least)))
         }
     }
 }
@@ -127,7 +124,7 @@ mod tests {
         assert_eq!(effort(Compression::Auto, pace), Some((Effort::Fast, Some(least))));
         let fast = Pace { coding_bytes_per_second: Some(least), ..pace };
         assert_eq!(effort(Compression::Auto, fast), Some((Effort::Fast, Some(least))));
-        let slow = Pace { coding_bytes_per_second: Some(least / 2.0), ..pace };
+        let slow = Pace { coding_bytes_per_second: Some(least * 0.99), ..pace };
         assert_eq!(effort(Compression::Auto, slow), None);
         let due = Pace { save_count: 16, ..slow };
         assert_eq!(effort(Compression::Auto, due), Some((Effort::Fast, Some(least))));

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use serde_json::value::RawValue;
+use varvite::cast;
 use varvite::error::{Error, Result};
-use varvite::plan::Want;
+use varvite::plan::{Compression, Want};
 use varvite::repository::{Access, Options, Repository, SaveReport, SaveRequest};
 use varvite::retain::Rule;
 use varvite::store::Store;
@@ -20,6 +21,37 @@ pub(crate) const CHUNK_BYTES: u64 = 4_096;
 
 /// Tensors of bytes by name.
 pub(crate) type State = BTreeMap<String, Vec<u8>>;
+
+/// The same bytes after a step that moves few of them: what a difference is taken of.
+pub(crate) fn nudged(bytes: &[u8], step: u64) -> Vec<u8> {
+    let moved = pattern(step, bytes.len());
+    let is_moved = |index: usize| (index as u64 + step).is_multiple_of(61);
+    let nudge = |index: usize| if is_moved(index) { moved[index] & 3 } else { 0 };
+    bytes.iter().enumerate().map(|(index, byte)| byte.wrapping_add(nudge(index))).collect()
+}
+
+/// Floats like weights, a little further at each step, and the same rounded to bfloat16.
+fn weights(step: u64, count: usize) -> (Vec<u8>, Vec<u8>) {
+    let words = pattern(11, 4 * count);
+    let (words, _) = words.as_chunks::<4>();
+    let word = |word: &[u8; 4]| (u32::from_le_bytes(*word) & 0x80FF_FFFF) | 0x3C00_0000;
+    let master: Vec<u8> =
+        words.iter().flat_map(|noise| (word(noise) + step as u32 * 77).to_le_bytes()).collect();
+    let mut copy = vec![0; 2 * count];
+    cast::narrow(Dtype::Float32, Dtype::Bfloat16, 0, &master, &mut copy).unwrap();
+    (master, copy)
+}
+
+/// The state of a step with what codecs are for: also a part that changes little, and weights with their copy.
+pub(crate) fn coded_state_at(step: u64) -> State {
+    let chunk = CHUNK_BYTES as usize;
+    let (master, copy) = weights(step, chunk / 4 + 100);
+    let mut state = state_at(step);
+    state.insert("table".to_owned(), nudged(&pattern(5, chunk), step));
+    state.insert("master.float32".to_owned(), master);
+    state.insert("model.bfloat16".to_owned(), copy);
+    state
+}
 
 /// The state of a step: a part that never changes, one that changes now and then, one that always does.
 pub(crate) fn state_at(step: u64) -> State {
@@ -39,6 +71,11 @@ pub(crate) fn options(rules: Vec<Rule>) -> Options {
     Options { chunk_bytes: CHUNK_BYTES, rules, ..Options::default() }
 }
 
+/// Opens for writing, and codes every chunk.
+pub(crate) fn open_coded(store: Arc<dyn Store>, rules: Vec<Rule>) -> Result<Repository> {
+    Repository::open(store, Options { compression: Compression::Fast, ..options(rules) })
+}
+
 /// Opens for writing.
 pub(crate) fn open(store: Arc<dyn Store>, rules: Vec<Rule>) -> Result<Repository> {
     Repository::open(store, options(rules))
@@ -54,15 +91,20 @@ pub(crate) fn json(text: &str) -> Box<RawValue> {
     serde_json::from_str(text).unwrap()
 }
 
-/// A request to save byte tensors, in the order of their names.
+/// A request to save tensors in the order of their names; what is behind a dot is the dtype, else bytes.
 pub(crate) fn request(step: u64, state: &State) -> SaveRequest {
     let entries = state.iter().enumerate().map(|(source, (name, bytes))| {
-        let shape = vec![bytes.len() as u64];
+        let dtype = match name.split_once('.') {
+            Some((_, "float32")) => Dtype::Float32,
+            Some((_, "bfloat16")) => Dtype::Bfloat16,
+            _ => Dtype::Uint8,
+        };
+        let shape = vec![bytes.len() as u64 / dtype.size_bytes()];
         EntryInput {
             name: name.clone(),
             rank: None,
-            dtype: Dtype::Uint8,
-            stored_dtype: Dtype::Uint8,
+            dtype,
+            stored_dtype: dtype,
             region: Region::whole(&shape),
             shape,
             tied_to: None,

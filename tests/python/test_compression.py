@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import assert_same
 
-from varvite import CheckpointManager, keep
+from varvite import CheckpointManager, MergePolicy, keep
 
 
 class Training:
@@ -55,11 +55,12 @@ def published(weights):
 
 @pytest.mark.parametrize("lr", [3e-4, 3e-5, 1e-6])
 @pytest.mark.parametrize("compression", ["fast", "max"])
-def test_ten_saves_of_a_run_come_back_in_any_order_of_pruning(tmp_path, lr, compression):
+def test_ten_saves_of_a_run_come_back_in_any_order_of_pruning_and_merging(tmp_path, lr, compression):
     training = Training(lr)
     order = random.Random(lr)
     expected = {}
     options = {"compression": compression, "fsync": False, "chunk_bytes": 16 << 10, "keep": keep.last(100)}
+    options["merge"] = MergePolicy(stride=3)
     with CheckpointManager(tmp_path, **options) as manager:
         for step in range(10):
             training.steps(1)
@@ -70,10 +71,16 @@ def test_ten_saves_of_a_run_come_back_in_any_order_of_pruning(tmp_path, lr, comp
             for step, state in expected.items():
                 assert_same(found(manager, step), state)
             assert manager.verify().ok
+            if order.random() < 0.4:
+                manager.merge_now()
+                continue
             step = order.choice(list(expected))
             del expected[step]
             manager.delete(step)
-    assert list((tmp_path / "packs").iterdir()) == []
+    with CheckpointManager(tmp_path, **options) as manager:
+        manager.save_sync(0, {"last": torch.zeros(3)}, rng=False)
+        manager.prune()
+    assert len(list((tmp_path / "packs").iterdir())) == 1
 
 
 def bytes_of(manager, ref, prefix):
