@@ -10,7 +10,6 @@ use varvite::format::manifest;
 use varvite::format::model::{Body, ChunkRef, Codec, Entry, Header, PackRecord, Shard};
 use varvite::format::state_digest::state_digest;
 use varvite::kernel;
-use varvite::statistics::count_nonfinite;
 use varvite::tensor::Dtype;
 
 const CHUNK_BYTES: usize = 1 << 20;
@@ -54,18 +53,6 @@ fn copy(criterion: &mut Criterion) {
     group.bench_function("past the cache", |bencher| {
         bencher.iter(|| kernel::copy(&mut target, black_box(&source)));
     });
-    group.finish();
-}
-
-fn finite(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("non-finite count");
-    let bytes = pattern(CHUNK_BYTES);
-    group.throughput(Throughput::Bytes(CHUNK_BYTES as u64));
-    for dtype in [Dtype::Float32, Dtype::Bfloat16, Dtype::Float64, Dtype::Float8E4m3fn] {
-        group.bench_function(dtype.name(), |bencher| {
-            bencher.iter(|| count_nonfinite(dtype, black_box(&bytes)));
-        });
-    }
     group.finish();
 }
 
@@ -142,5 +129,5 @@ fn manifests(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(kernels, digest, copy, finite, manifests);
+criterion_group!(kernels, digest, copy, manifests);
 criterion_main!(kernels);

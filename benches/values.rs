@@ -7,7 +7,7 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
-use varvite::cast::{narrow, narrows, widen};
+use varvite::cast::{narrow, widen};
 use varvite::statistics;
 use varvite::tensor::Dtype;
 
@@ -49,7 +49,7 @@ fn casts(criterion: &mut Criterion) {
             let target = &mut target[..length / size(from) * size(to)];
             group.bench_function(BenchmarkId::new(from.name(), to.name()), |bencher| {
                 bencher.iter(|| {
-                    if narrows(from, to) {
+                    if from.narrows_to(to) {
                         narrow(from, to, 0, black_box(&source), target)
                     } else {
                         widen(from, to, 0, black_box(&source), target)

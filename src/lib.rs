@@ -18,7 +18,7 @@
 //! | code | [`codec`]: raw bytes to stored bytes and back |
 //! | bytes | [`format`], [`store`] |
 //! | values | [`region`], [`cast`], [`statistics`] |
-//! | ground | [`tensor`], [`float`], [`digest`], [`threads`], [`kill`] |
+//! | ground | [`tensor`], [`float`], [`digest`], [`threads`], [`batch`], [`kill`] |
 //! | machine | [`kernel`]: what is written for the processor |
 //! | errors | [`error`] |
 //!
@@ -33,6 +33,7 @@
 //! * Nobody deletes what somebody holds; nobody waits for a deletion.
 //! * `unsafe` stands only below `kernel` and in `py/buffer.rs`, each block with its proof.
 
+pub mod batch;
 pub mod cast;
 pub mod catalog;
 pub mod codec;

@@ -12,11 +12,12 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use crate::codec;
+use crate::batch::split_batch;
+use crate::codec::{Decoder, Refusal};
 use crate::compact::{Live, LiveChunk, Moved, Moves};
 use crate::digest::ChunkDigest;
 use crate::error::{Error, Result};
-use crate::format::model::{BaseRef, ChunkRef, Codec, Manifest};
+use crate::format::model::{BaseRef, Manifest};
 use crate::format::pack::{self, PackChunk, PackHeader};
 use crate::format::{manifest, names};
 use crate::kill;
@@ -90,8 +91,8 @@ impl Copy<'_> {
             let slices = cut(&mut buffer, batch);
             let verified: Vec<Result<&[u8]>> = self.threads.pool()?.install(|| {
                 let work = batch.par_iter().zip(slices);
-                work.map_init(Workspace::default, |workspace, (chunk, stored)| {
-                    sources.read(chunk, stored, workspace).map(|()| &*stored)
+                work.map_init(Decoder::default, |decoder, (chunk, stored)| {
+                    sources.read(chunk, stored, decoder).map(|()| &*stored)
                 })
                 .collect()
             });
@@ -112,19 +113,10 @@ impl Copy<'_> {
 /// Consecutive runs of chunks that are read together.
 fn batches(mut rest: &[LiveChunk]) -> impl Iterator<Item = &[LiveChunk]> {
     std::iter::from_fn(move || {
-        let mut bytes = 0;
-        let count = rest
-            .iter()
-            .take(BATCH_CHUNKS)
-            .take_while(|chunk| {
-                let fits = bytes < BATCH_BYTES;
-                bytes += chunk.reference.stored_length_bytes;
-                fits
-            })
-            .count();
-        let (batch, after) = rest.split_at(count);
+        let length_bytes = |chunk: &LiveChunk| chunk.reference.stored_length_bytes;
+        let (batch, after) = split_batch(rest, BATCH_CHUNKS, BATCH_BYTES, length_bytes);
         rest = after;
-        (count > 0).then_some(batch)
+        (!batch.is_empty()).then_some(batch)
     })
 }
 
@@ -172,68 +164,35 @@ impl Sources {
     }
 
     /// Reads the stored bytes of a chunk, and compares what they hold with its digest.
-    fn read(&self, chunk: &LiveChunk, stored: &mut [u8], workspace: &mut Workspace) -> Result<()> {
-        let LiveChunk { reference, raw_length_bytes } = *chunk;
-        let ChunkRef { pack, offset_bytes, stored_length_bytes, codec, digest, base } = reference;
-        let Workspace { raw, base_stored, base_raw, scratch } = workspace;
-        let base = match base {
-            None => None,
-            Some(base) => {
-                base_stored.resize(base.stored_length_bytes as usize, 0);
-                base_raw.resize(raw_length_bytes as usize, 0);
-                self.decode(&base, None, base_stored, base_raw, scratch)?;
-                Some(if base.codec == Codec::Store { base_stored.as_slice() } else { base_raw.as_slice() })
+    fn read(&self, chunk: &LiveChunk, stored: &mut [u8], decoder: &mut Decoder) -> Result<()> {
+        let LiveChunk { reference, raw_length_bytes } = chunk;
+        self.read_at(reference.pack, reference.offset_bytes, stored)?;
+        let read_base = |base: &BaseRef, bytes: &mut [u8]| self.read_at(base.pack, base.offset_bytes, bytes);
+        let verified = decoder.raw(reference, *raw_length_bytes, stored, read_base);
+        verified.map(|_raw| ()).map_err(|refusal| match refusal {
+            Refusal::Unread(error) => error,
+            Refusal::Damaged { pack, offset_bytes, expected, found } => {
+                self.corrupt(pack, offset_bytes, expected, found)
             }
-        };
-        if codec != Codec::Store {
-            raw.resize(raw_length_bytes as usize, 0);
-        }
-        let own = BaseRef { pack, offset_bytes, stored_length_bytes, codec, digest };
-        self.decode(&own, base, stored, raw, scratch)
+        })
     }
 
-    /// Reads stored bytes and checks their digest; those of another codec than store are decoded into `raw`.
-    fn decode(
-        &self,
-        chunk: &BaseRef,
-        base: Option<&[u8]>,
-        stored: &mut [u8],
-        raw: &mut [u8],
-        scratch: &mut codec::Scratch,
-    ) -> Result<()> {
-        let name = &self.names[chunk.pack as usize];
-        let corrupt = |expected: String, found: String| {
-            Error::corrupt(name.clone(), chunk.offset_bytes, "chunk", expected, found)
-        };
-        let object = match self.packs.get(&chunk.pack) {
-            Some(Ok(object)) => object,
-            Some(Err(found)) => return Err(corrupt("a whole pack".to_owned(), found.to_string())),
-            None => return Err(Error::Internal { what: format!("{name} was not opened for a merge") }),
-        };
-        object.read_at(chunk.offset_bytes, stored)?;
-        let found = if chunk.codec == Codec::Store {
-            ChunkDigest::of(stored)
-        } else {
-            codec::decode(chunk.codec, stored, base, raw, scratch).map_err(|error| match error {
-                Error::InvalidInput { .. } => corrupt("a chunk that decodes".to_owned(), error.chain()),
-                other => other,
-            })?;
-            ChunkDigest::of(raw)
-        };
-        if found == chunk.digest {
-            return Ok(());
+    fn read_at(&self, pack: u32, offset_bytes: u64, bytes: &mut [u8]) -> Result<()> {
+        match self.packs.get(&pack) {
+            Some(Ok(object)) => object.read_at(offset_bytes, bytes),
+            Some(Err(found)) => {
+                Err(self.corrupt(pack, offset_bytes, "a whole pack".to_owned(), found.to_string()))
+            }
+            None => {
+                let name = &self.names[pack as usize];
+                Err(Error::Internal { what: format!("{name} was not opened for a merge") })
+            }
         }
-        Err(corrupt(format!("digest {}", chunk.digest), format!("digest {found}")))
     }
-}
 
-/// Memory of one thread that is used again.
-#[derive(Default)]
-struct Workspace {
-    raw: Vec<u8>,
-    base_stored: Vec<u8>,
-    base_raw: Vec<u8>,
-    scratch: codec::Scratch,
+    fn corrupt(&self, pack: u32, offset_bytes: u64, expected: String, found: String) -> Error {
+        Error::corrupt(self.names[pack as usize].clone(), offset_bytes, "chunk", expected, found)
+    }
 }
 
 /// The new pack as it grows.

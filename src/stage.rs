@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memmap2::MmapMut;
 use rayon::prelude::*;
 
+use crate::batch::split_batch;
 use crate::error::{Error, Result};
 use crate::kernel;
 use crate::threads::Threads;
@@ -126,17 +127,10 @@ pub fn stage_later(
         if cancelled.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
         }
-        let mut group_length = 0;
-        let count = rest
-            .iter()
-            .take_while(|&&position| {
-                let fits = group_length < GROUP_BYTES;
-                let length = later.bytes(position).len().next_multiple_of(ALIGNMENT_BYTES);
-                group_length += if fits { length } else { 0 };
-                fits
-            })
-            .count();
-        let (group, after) = rest.split_at(count);
+        let length = |&position: &usize| later.bytes(position).len().next_multiple_of(ALIGNMENT_BYTES);
+        let (group, after) =
+            split_batch(rest, usize::MAX, GROUP_BYTES as u64, |position| length(position) as u64);
+        let group_length = group.iter().map(length).sum();
         let (target, beyond) = arena.split_at_mut(group_length);
         let sources: Vec<&[u8]> = group.iter().map(|&position| later.bytes(position)).collect();
         copy_all(target, &sources, threads)?;

@@ -66,12 +66,6 @@ pub fn of(dtype: Dtype, bytes: &[u8]) -> Option<Statistics> {
     )
 }
 
-/// Number of elements of `bytes` that are NaN or infinite, `None` where [`of`] is.
-#[must_use]
-pub fn count_nonfinite(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
-    of(dtype, bytes).map(|statistics| statistics.nonfinite)
-}
-
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "compiled once more with the vectors of its caller")]
 fn of_elements(dtype: Dtype, bytes: &[u8]) -> Option<Statistics> {
@@ -385,7 +379,7 @@ mod tests {
             f32::MIN_POSITIVE,
         ];
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        assert_eq!(count_nonfinite(Dtype::Float32, &bytes), Some(4));
+        assert_eq!(of(Dtype::Float32, &bytes).unwrap().nonfinite, 4);
         assert_eq!(of(Dtype::Complex64, &bytes).unwrap().abs_max, f64::from(f32::MAX));
         let bytes: Vec<u8> =
             [-3.0, f64::NAN, 0.0, f64::INFINITY].iter().flat_map(|value| value.to_le_bytes()).collect();
@@ -404,8 +398,8 @@ mod tests {
         assert_eq!(of_every(Dtype::Float8E5m2fnuz), (1, 57_344.0));
         assert_eq!(of_every(Dtype::Float8E8m0fnu), (1, 2.0_f64.powi(127)));
         let every: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
-        assert_eq!(count_nonfinite(Dtype::Float16, &every), Some(2 * 1024));
-        assert_eq!(count_nonfinite(Dtype::Bfloat16, &every), Some(2 * 128));
+        assert_eq!(of(Dtype::Float16, &every).unwrap().nonfinite, 2 * 1024);
+        assert_eq!(of(Dtype::Bfloat16, &every).unwrap().nonfinite, 2 * 128);
     }
 
     #[test]

@@ -33,14 +33,6 @@ fn layout(dtype: Dtype) -> Option<Layout> {
     })
 }
 
-/// True where a save may store `from` as `to`: both are real floats, and `to` has fewer bytes.
-///
-/// Real floats are `float64`, `float32`, `float16`, `bfloat16`, `float8_e5m2` and `float8_e4m3fn`.
-#[must_use]
-pub fn narrows(from: Dtype, to: Dtype) -> bool {
-    layout(from).is_some() && layout(to).is_some() && to.size_bytes() < from.size_bytes()
-}
-
 /// The scale with which a tensor whose largest finite magnitude is `abs_max` is stored: a stored number
 /// times `2^scale_log2` is the value.
 ///
@@ -52,7 +44,7 @@ pub fn narrows(from: Dtype, to: Dtype) -> bool {
 #[must_use]
 pub fn scale_log2(from: Dtype, to: Dtype, abs_max: f64) -> i32 {
     let target = match layout(to) {
-        Some(target) if narrows(from, to) && to.size_bytes() == 1 => target,
+        Some(target) if from.narrows_to(to) && to.size_bytes() == 1 => target,
         _ => return 0,
     };
     if !abs_max.is_finite() || abs_max <= 0.0 {
@@ -112,7 +104,7 @@ pub fn widen(
 }
 
 fn check_pair(original: Dtype, stored: Dtype) -> Result<()> {
-    if narrows(original, stored) {
+    if original.narrows_to(stored) {
         return Ok(());
     }
     let pair = format!("cast of `{}` to `{}`", original.name(), stored.name());

@@ -21,7 +21,7 @@ fn widths(dtype: Dtype) -> (u32, u32) {
 fn pairs() -> impl Iterator<Item = (Dtype, Dtype)> {
     let stored = STORED.iter().map(|row| row.0);
     stored.flat_map(|to| {
-        ORIGINAL.into_iter().filter(move |&from| narrows(from, to)).map(move |from| (from, to))
+        ORIGINAL.into_iter().filter(move |&from| from.narrows_to(to)).map(move |from| (from, to))
     })
 }
 
@@ -410,7 +410,7 @@ fn wrong_arguments_are_refused() {
         (Dtype::Float32, Dtype::Float8E4m3fnuz),
         (Dtype::Complex64, Dtype::Float16),
     ] {
-        assert!(!narrows(from, to));
+        assert!(!from.narrows_to(to));
         let expected = format!(
             "invalid cast of `{}` to `{}`: must be from a real float to one of fewer bytes",
             from.name(),

@@ -6,6 +6,7 @@
 //! multiple of the raw length it was given, whatever the bytes.
 
 mod choose;
+mod decoder;
 mod estimate;
 mod frequencies;
 mod input;
@@ -23,6 +24,7 @@ use crate::format::model::Codec;
 use input::Input;
 
 pub use choose::{encode, estimate_self_contained};
+pub use decoder::{Decoder, Refusal};
 
 /// How much time an encoder may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

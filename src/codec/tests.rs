@@ -4,31 +4,6 @@ use crate::tensor::Dtype;
 
 use super::*;
 
-const DTYPES: [Dtype; 22] = [
-    Dtype::Bool,
-    Dtype::Uint8,
-    Dtype::Uint16,
-    Dtype::Uint32,
-    Dtype::Uint64,
-    Dtype::Int8,
-    Dtype::Int16,
-    Dtype::Int32,
-    Dtype::Int64,
-    Dtype::Float16,
-    Dtype::Bfloat16,
-    Dtype::Float32,
-    Dtype::Float64,
-    Dtype::Complex32,
-    Dtype::Complex64,
-    Dtype::Complex128,
-    Dtype::Float8E4m3fn,
-    Dtype::Float8E4m3fnuz,
-    Dtype::Float8E5m2,
-    Dtype::Float8E5m2fnuz,
-    Dtype::Float8E8m0fnu,
-    Dtype::Float4E2m1fnX2,
-];
-
 const EFFORTS: [Effort; 2] = [Effort::Fast, Effort::Max];
 
 /// `SplitMix64` (Steele, Lea, Flood, 2014): bytes without any structure, the same on every machine.
@@ -140,7 +115,7 @@ fn round_trip(
 fn every_dtype_survives_every_adversary() {
     let mut scratch = Scratch::default();
     for (name, raw, base) in adversaries() {
-        for dtype in DTYPES {
+        for dtype in Dtype::all() {
             for effort in EFFORTS {
                 let (_, alone) = round_trip(dtype, &raw, None, effort, &mut scratch);
                 let (_, based) = round_trip(dtype, &raw, Some(&base), effort, &mut scratch);
@@ -156,7 +131,7 @@ fn every_dtype_survives_every_adversary() {
 fn every_codec_survives_every_adversary() {
     let mut workspace = Workspace::default();
     for (name, raw, base) in adversaries() {
-        for dtype in DTYPES {
+        for dtype in Dtype::all() {
             let estimate::Elements { width_bytes, rotation_bits, order, .. } = estimate::Elements::of(dtype);
             let all = ((1_u16 << width_bytes) - 1) as u8;
             for verbatim in [0, 0b0101_0101 & all, all] {
@@ -265,7 +240,7 @@ fn a_base_that_gains_little_is_not_used() {
 #[test]
 fn chunks_of_one_value_cost_a_few_bytes() {
     let mut scratch = Scratch::default();
-    for dtype in DTYPES {
+    for dtype in Dtype::all() {
         let (codec, stored) = round_trip(dtype, &vec![0; 1 << 20], None, Effort::Fast, &mut scratch);
         assert!(stored <= 64, "{codec:?} of {dtype:?}: {stored} bytes");
     }

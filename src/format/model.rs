@@ -134,6 +134,21 @@ pub struct Entry {
     pub shards: Vec<Shard>,
 }
 
+/// Index of the entry of this name and rank among entries that ascend by both, as those of a body do.
+#[must_use]
+pub fn find_entry(entries: &[Entry], name: &str, rank: Option<u32>) -> Option<usize> {
+    entries.binary_search_by(|probe| (probe.name.as_str(), probe.rank).cmp(&(name, rank))).ok()
+}
+
+impl Entry {
+    /// The shard that begins at these offsets; shards ascend by them.
+    #[must_use]
+    pub fn shard_at(&self, offsets: &[u64]) -> Option<&Shard> {
+        let found = self.shards.binary_search_by(|probe| probe.offsets.as_slice().cmp(offsets));
+        self.shards.get(found.ok()?)
+    }
+}
+
 /// What one rank holds of an entry: a region, in row-major order, cut into chunks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {

@@ -10,7 +10,7 @@ use crate::tensor::{element_count, raw_length_bytes};
 use super::cover::{Cover, check_cover};
 use super::header::check_depth;
 use super::limits;
-use super::model::{Body, ChunkRef, Codec, Entry, Header, Shard};
+use super::model::{Body, ChunkRef, Codec, Entry, Header, Shard, find_entry};
 use super::names::parse_pack_name;
 use super::pack::{HEADER_LENGTH_BYTES, SMALLEST_PACK_LENGTH_BYTES};
 use super::place::Place;
@@ -287,10 +287,8 @@ impl EntryRules<'_> {
         let has_rounded = |shard: &Shard| shard.chunks.iter().any(|chunk| chunk.codec == Codec::Rounded);
         let is_covered = source.shape == entry.shape
             && entry.shards.iter().filter(|shard| has_rounded(shard)).all(|shard| {
-                let found = source.shards.binary_search_by(|probe| probe.offsets.cmp(&shard.offsets));
-                found
-                    .ok()
-                    .and_then(|index| source.shards.get(index))
+                source
+                    .shard_at(&shard.offsets)
                     .is_some_and(|source| is_same_region(shard, source) && !has_rounded(source))
             });
         if is_covered { Ok(()) } else { refuse("an entry of the same shape and shards, without a scale") }
@@ -298,10 +296,8 @@ impl EntryRules<'_> {
 
     /// The entry of this name and rank in this body.
     fn find(&self, name: &str, rank: Option<u32>) -> Option<&Entry> {
-        let position = (name, rank);
-        let found =
-            self.body.entries.binary_search_by(|probe| (probe.name.as_str(), probe.rank).cmp(&position));
-        found.ok().and_then(|index| self.body.entries.get(index))
+        let entries = &self.body.entries;
+        find_entry(entries, name, rank).and_then(|index| entries.get(index))
     }
 
     fn check_shards(&mut self, entry: &Entry, element_count: u64) -> Result<()> {

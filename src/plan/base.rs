@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::digest::ChunkDigest;
-use crate::format::model::{BaseRef, Body, ChunkRef, Codec, Entry, PackRecord, Shard};
+use crate::format::model::{BaseRef, Body, ChunkRef, Codec, Entry, PackRecord, Shard, find_entry};
 use crate::format::names;
 use crate::tensor::{Dtype, Region, raw_length_bytes};
 
@@ -66,9 +66,7 @@ impl Base {
     /// The entry of this name and rank.
     #[must_use]
     pub fn entry(&self, name: &str, rank: Option<u32>) -> Option<&Entry> {
-        let position = (name, rank);
-        let found = self.entries.binary_search_by(|probe| (probe.name.as_str(), probe.rank).cmp(&position));
-        self.entries.get(found.ok()?)
+        find_entry(&self.entries, name, rank).and_then(|index| self.entries.get(index))
     }
 
     /// The shard of an entry that holds this region in elements of this dtype, cut as a save with
@@ -131,16 +129,7 @@ pub fn delta_base(chunk: &ChunkRef) -> Option<BaseRef> {
     chunk.base.or_else(|| chunk.as_base())
 }
 
-/// What becomes of a chunk of a save.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decision {
-    /// The base or this very pack has the same bytes: refer to them.
-    Refer(ChunkRef),
-    /// New bytes: append them to the pack.
-    Write,
-}
-
-/// Decides chunk by chunk, and builds the pack table of the part.
+/// Counts what a save refers to, and builds the pack table of the part.
 ///
 /// Index 0 of the table is the pack being written; packs of the base follow as they are first used.
 #[derive(Debug)]
@@ -165,25 +154,19 @@ impl<'a> Reuse<'a> {
         }
     }
 
-    /// Decides about a chunk; `usable` says whether a chunk of the base may be referred to.
-    pub fn decide(
-        &mut self,
-        digest: ChunkDigest,
-        raw_length_bytes: u64,
-        usable: impl FnOnce(&ChunkRef) -> bool,
-    ) -> Decision {
-        if let Some(twin) = self.written.get(&(digest, raw_length_bytes)) {
-            self.reused_count += 1;
-            return Decision::Refer(*twin);
-        }
-        let found = self.base.and_then(|base| base.find(digest, raw_length_bytes));
-        let Some(mut reference) = found.filter(|reference| usable(reference)) else {
-            return Decision::Write;
-        };
+    /// The chunk of the pack being written that has the same bytes, to be referred to instead.
+    pub fn twin(&mut self, digest: ChunkDigest, raw_length_bytes: u64) -> Option<ChunkRef> {
+        let twin = self.written.get(&(digest, raw_length_bytes)).copied();
+        self.reused_count += u64::from(twin.is_some());
+        twin
+    }
+
+    /// A chunk of the base, as the part refers to it.
+    pub fn refer(&mut self, mut reference: ChunkRef) -> ChunkRef {
         reference.pack = self.own_index(reference.pack);
         reference.base = reference.base.map(|base| BaseRef { pack: self.own_index(base.pack), ..base });
         self.reused_count += 1;
-        Decision::Refer(reference)
+        reference
     }
 
     /// Notes a chunk that was appended to the pack being written; a base of it is one of [`Base`].

@@ -12,7 +12,7 @@ mod coding;
 mod reading;
 
 pub use assembling::{WrittenPart, assemble};
-pub use base::{Base, Decision, Reuse, delta_base};
+pub use base::{Base, Reuse, delta_base};
 pub use coding::{Compression, Measured, Pace, effort, tries_delta};
 pub use reading::{CastBack, Piece, ReadChunk, ReadGroup, ReadPlan, RoundedFrom, Want, plan_read};
 

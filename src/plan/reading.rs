@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use crate::format::model::{Body, ChunkRef, Codec, Entry, Shard};
+use crate::format::model::{Body, ChunkRef, Codec, Entry, Shard, find_entry};
 use crate::region;
 use crate::tensor::{Dtype, Region, raw_length_bytes};
 
@@ -200,12 +200,9 @@ impl Planner<'_> {
 
 /// The chunks that a rounded one is computed from; a validated body has them.
 fn rounded_from(body: &Body, entry: &Entry, shard: &Shard, index: u64) -> Option<RoundedFrom> {
-    let position = (entry.rounded_from.as_deref()?, entry.rank);
-    let found =
-        body.entries.binary_search_by(|probe| (probe.name.as_str(), probe.rank).cmp(&position)).ok()?;
+    let found = find_entry(&body.entries, entry.rounded_from.as_deref()?, entry.rank)?;
     let source = &body.entries[found];
-    let shards = &source.shards;
-    let source_shard = &shards[shards.binary_search_by(|probe| probe.offsets.cmp(&shard.offsets)).ok()?];
+    let source_shard = source.shard_at(&shard.offsets)?;
     // A source element has more bytes, so its chunks are cut at least as often.
     let ratio = source.stored_dtype.size_bytes() / entry.stored_dtype.size_bytes();
     let length_bytes = raw_length_bytes(&source_shard.lengths, source.stored_dtype)?;

@@ -1,10 +1,10 @@
 //! One chunk from a pack to raw bytes that are known to be right, and on to the caller's buffers.
 
 use crate::cast;
-use crate::codec::{self, Scratch};
+use crate::codec::{Decoder, Refusal};
 use crate::digest::ChunkDigest;
 use crate::error::{Error, Result};
-use crate::format::model::{Body, ChunkRef, Codec};
+use crate::format::model::{BaseRef, Body, ChunkRef};
 use crate::kernel;
 use crate::plan::{Piece, ReadChunk, RoundedFrom};
 
@@ -23,10 +23,7 @@ pub struct Worker {
 #[derive(Debug, Default)]
 struct ChunkBuffers {
     stored: Vec<u8>,
-    base_stored: Vec<u8>,
-    base_raw: Vec<u8>,
-    raw: Vec<u8>,
-    scratch: Scratch,
+    decoder: Decoder,
 }
 
 /// Packs to read from, and the body whose pack table counts them.
@@ -53,7 +50,8 @@ impl Worker {
                 .group
                 .get(range)
                 .ok_or_else(|| Error::Internal { what: "a chunk lies outside of its read".to_owned() })?;
-            self.buffers.raw_of(source, chunk.entry, &chunk.reference, chunk.raw_length_bytes, stored)?
+            let decoder = &mut self.buffers.decoder;
+            source.raw(decoder, chunk.entry, &chunk.reference, chunk.raw_length_bytes, stored)?
         };
         for (piece, slice) in chunk.pieces.iter().zip(slices) {
             scatter(piece, raw, slice)?;
@@ -76,6 +74,40 @@ impl Worker {
     }
 }
 
+impl Source<'_> {
+    /// Raw bytes of a chunk whose stored bytes are at hand.
+    fn raw<'b>(
+        &self,
+        decoder: &'b mut Decoder,
+        entry: usize,
+        reference: &ChunkRef,
+        raw_length_bytes: u64,
+        stored: &'b [u8],
+    ) -> Result<&'b [u8]> {
+        let read_base =
+            |base: &BaseRef, bytes: &mut [u8]| self.packs.get(base.pack)?.1.read_at(base.offset_bytes, bytes);
+        decoder.raw(reference, raw_length_bytes, stored, read_base).map_err(|refusal| match refusal {
+            Refusal::Unread(error) => error,
+            Refusal::Damaged { pack, offset_bytes, expected, found } => {
+                let object = self.packs.get(pack).map_or("packs", |(object, _)| object);
+                self.corrupt(entry, object, offset_bytes, expected, found)
+            }
+        })
+    }
+
+    fn corrupt(
+        &self,
+        entry: usize,
+        object: &str,
+        offset_bytes: u64,
+        expected: String,
+        found: String,
+    ) -> Error {
+        let name = self.body.entries.get(entry).map_or("?", |entry| entry.name.as_str());
+        Error::corrupt(object, offset_bytes, format!("chunk of `{name}`"), expected, found)
+    }
+}
+
 impl ChunkBuffers {
     /// Raw bytes of a chunk that is read by itself.
     fn read(
@@ -85,60 +117,11 @@ impl ChunkBuffers {
         reference: &ChunkRef,
         raw_length_bytes: u64,
     ) -> Result<&[u8]> {
-        let mut stored = std::mem::take(&mut self.stored);
-        let read = read_stored(source, reference, &mut stored)
-            .and_then(|()| self.decode(source, entry, reference, raw_length_bytes, &stored));
-        self.stored = stored;
-        read?;
-        let raw = if reference.codec == Codec::Store { &self.stored } else { &self.raw };
-        Ok(raw)
-    }
-
-    /// Raw bytes of a chunk whose stored bytes are at hand.
-    fn raw_of<'a>(
-        &'a mut self,
-        source: Source<'_>,
-        entry: usize,
-        reference: &ChunkRef,
-        raw_length_bytes: u64,
-        stored: &'a [u8],
-    ) -> Result<&'a [u8]> {
-        self.decode(source, entry, reference, raw_length_bytes, stored)?;
-        Ok(if reference.codec == Codec::Store { stored } else { &self.raw })
-    }
-
-    /// Decodes into `raw`, unless the stored bytes are the raw ones, and verifies.
-    fn decode(
-        &mut self,
-        source: Source<'_>,
-        entry: usize,
-        reference: &ChunkRef,
-        raw_length_bytes: u64,
-        stored: &[u8],
-    ) -> Result<()> {
-        if reference.codec == Codec::Store {
-            return verify(source, entry, reference, raw_length_bytes, stored);
-        }
-        if let Some(base) = reference.base {
-            let base = ChunkRef::from(base);
-            let Self { base_stored, base_raw, scratch, .. } = self;
-            read_stored(source, &base, base_stored)?;
-            base_raw.resize(raw_length_bytes as usize, 0);
-            codec::decode(base.codec, base_stored, None, base_raw, scratch)
-                .map_err(|error| damaged(source, entry, &base, &error))?;
-        }
-        self.raw.resize(raw_length_bytes as usize, 0);
-        let base_raw = reference.base.map(|_| self.base_raw.as_slice());
-        let decoded = codec::decode(reference.codec, stored, base_raw, &mut self.raw, &mut self.scratch)
-            .map_err(|error| damaged(source, entry, reference, &error))
-            .and_then(|()| verify(source, entry, reference, raw_length_bytes, &self.raw));
-        if decoded.is_err()
-            && let Some(base) = reference.base
-        {
-            // Which of the two is damaged? The base has a digest of its own.
-            verify(source, entry, &base.into(), raw_length_bytes, &self.base_raw)?;
-        }
-        decoded
+        let Self { stored, decoder } = self;
+        let (_, object) = source.packs.get(reference.pack)?;
+        stored.resize(reference.stored_length_bytes as usize, 0);
+        object.read_at(reference.offset_bytes, stored)?;
+        source.raw(decoder, entry, reference, raw_length_bytes, stored)
     }
 
     /// Computes a rounded chunk from those it was rounded from, and verifies it.
@@ -161,42 +144,14 @@ impl ChunkBuffers {
             cast::narrow(*source_dtype, *dtype, 0, wide, target)?;
             rest = after;
         }
-        verify(source, chunk.entry, &chunk.reference, chunk.raw_length_bytes, rounded)
+        let found = ChunkDigest::of(rounded);
+        if found == chunk.reference.digest {
+            return Ok(());
+        }
+        let expected = format!("digest {}", chunk.reference.digest);
+        // It lies nowhere by itself.
+        Err(source.corrupt(chunk.entry, "packs", 0, expected, format!("digest {found}")))
     }
-}
-
-fn read_stored(source: Source<'_>, reference: &ChunkRef, stored: &mut Vec<u8>) -> Result<()> {
-    let (_, object) = source.packs.get(reference.pack)?;
-    stored.resize(reference.stored_length_bytes as usize, 0);
-    object.read_at(reference.offset_bytes, stored)
-}
-
-/// Compares a chunk's raw bytes with its digest.
-fn verify(
-    source: Source<'_>,
-    entry: usize,
-    reference: &ChunkRef,
-    raw_length_bytes: u64,
-    raw: &[u8],
-) -> Result<()> {
-    let found = ChunkDigest::of(raw);
-    if found == reference.digest && raw.len() as u64 == raw_length_bytes {
-        return Ok(());
-    }
-    Err(corrupt(source, entry, reference, format!("digest {}", reference.digest), format!("digest {found}")))
-}
-
-fn damaged(source: Source<'_>, entry: usize, reference: &ChunkRef, error: &Error) -> Error {
-    corrupt(source, entry, reference, format!("bytes of codec {}", reference.codec.number()), error.chain())
-}
-
-fn corrupt(source: Source<'_>, entry: usize, reference: &ChunkRef, expected: String, found: String) -> Error {
-    let name = source.body.entries.get(entry).map_or("?", |entry| entry.name.as_str());
-    let object = match source.packs.get(reference.pack) {
-        Ok((object, _)) if reference.codec != Codec::Rounded => object,
-        _ => "packs",
-    };
-    Error::corrupt(object, reference.offset_bytes, format!("chunk of `{name}`"), expected, found)
 }
 
 fn scatter(piece: &Piece, raw: &[u8], slice: &mut [u8]) -> Result<()> {

@@ -326,12 +326,15 @@ impl SaveSession {
         };
         let commit_seconds = committing.elapsed().as_secs_f64();
         let header = Arc::new(manifest.header);
+        // Made before the lock is taken: it goes over every chunk, and loads want the lock too.
+        let packs = Arc::new(manifest.body.packs.clone());
+        let base = Arc::new(Base::new(header.seq, manifest.body, true));
         {
             let mut state = shared.lock_state();
             state.listing.seqs.insert(header.seq);
             state.headers.insert(header.seq, Arc::clone(&header));
-            state.pack_tables.insert(header.seq, Arc::new(manifest.body.packs.clone()));
-            state.base = Some(Arc::new(Base::new(header.seq, manifest.body, true)));
+            state.pack_tables.insert(header.seq, packs);
+            state.base = Some(base);
             state.current = Some(header.seq);
         }
         drop(hold);

@@ -1,10 +1,10 @@
 //! Appends chunks in order and keeps the chunk table.
 
 use crate::digest::ChunkDigest;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::model::{BaseRef, ChunkRef, Codec, PackRecord};
 use crate::format::pack::{self, PackChunk};
-use crate::plan::{Base, Decision, Reuse};
+use crate::plan::{Base, Reuse};
 use crate::store::StagedWrite;
 
 use super::prepare::Form;
@@ -33,9 +33,11 @@ impl<'a> Appender<'a> {
             Form::Raw(raw) => (Codec::Store, raw, None),
             Form::Coded { codec, stored, base } => (*codec, stored, *base),
             Form::Rounded => return Ok(ChunkRef::rounded(digest)),
-            Form::InBase(reference) => return Ok(*reference),
+            Form::InBase(_) => {
+                return Err(Error::Internal { what: "a chunk of the base was to be written".to_owned() });
+            }
         };
-        if let Decision::Refer(twin) = self.reuse.decide(digest, raw_length_bytes, |_| false) {
+        if let Some(twin) = self.reuse.twin(digest, raw_length_bytes) {
             return Ok(twin);
         }
         let stored_length_bytes = stored.len() as u64;
@@ -59,10 +61,8 @@ impl<'a> Appender<'a> {
         raw_length_bytes: u64,
         is_usable: bool,
     ) -> Option<ChunkRef> {
-        match self.reuse.decide(reference.digest, raw_length_bytes, |_| is_usable) {
-            Decision::Refer(reference) => Some(reference),
-            Decision::Write => None,
-        }
+        let twin = self.reuse.twin(reference.digest, raw_length_bytes);
+        twin.or_else(|| is_usable.then(|| self.reuse.refer(reference)))
     }
 
     /// The chunk table, the pack table of the part, and how many chunks were not written again.

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use crate::batch::split_batch;
 use crate::codec::Effort;
 use crate::error::{Error, Result};
 use crate::format::model::{ChunkRef, Header, PackRecord, RankStructure};
@@ -430,17 +431,8 @@ fn batches<'p>(pending: &[Pending<'_>], positions: &'p [usize]) -> Vec<&'p [usiz
     let mut batches = Vec::new();
     let mut rest = positions;
     while !rest.is_empty() {
-        let mut bytes = 0;
-        let count = rest
-            .iter()
-            .take(BATCH_CHUNKS)
-            .take_while(|&&position| {
-                let fits = bytes < BATCH_BYTES;
-                bytes += pending[position].raw_length_bytes;
-                fits
-            })
-            .count();
-        let (batch, after) = rest.split_at(count);
+        let (batch, after) =
+            split_batch(rest, BATCH_CHUNKS, BATCH_BYTES, |&position| pending[position].raw_length_bytes);
         batches.push(batch);
         rest = after;
     }

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rayon::prelude::*;
 
 use crate::cast;
-use crate::codec::{self, Effort, Scratch};
+use crate::codec::{self, Decoder, Effort, Scratch};
 use crate::digest::ChunkDigest;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::model::{BaseRef, ChunkRef, Codec};
 use crate::plan::{Base, delta_base};
 use crate::statistics::{self, Statistics};
@@ -82,10 +82,16 @@ pub(super) struct Preparer<'a> {
 /// Buffers of one thread.
 #[derive(Debug, Default)]
 struct Worker {
-    base_stored: Vec<u8>,
-    base_raw: Vec<u8>,
+    base: BaseBuffers,
     rounded: Vec<u8>,
     scratch: Scratch,
+}
+
+/// Buffers between the stored and the raw bytes of a chunk of the base.
+#[derive(Debug, Default)]
+struct BaseBuffers {
+    stored: Vec<u8>,
+    decoder: Decoder,
 }
 
 /// How a batch is prepared.
@@ -188,7 +194,7 @@ impl<'a> Preparer<'a> {
         };
         let statistics =
             statistics::of(entry.stored_dtype, &raw).map(|found| found.scaled(self.scales[pending.entry]));
-        let found = if mode.may_refer { self.base_packs.find(digest, &raw, worker) } else { None };
+        let found = if mode.may_refer { self.base_packs.find(digest, &raw, &mut worker.base) } else { None };
         let form = match found {
             Some(reference) => {
                 self.recycle(Form::Raw(raw));
@@ -230,11 +236,12 @@ impl<'a> Preparer<'a> {
         let Some(effort) = mode.effort else { return Form::Raw(raw) };
         // What the base has but is not worth keeping for must not be kept as the base of a difference either.
         let base = if mode.may_refer { self.delta_base(pending) } else { None };
-        let base = base.filter(|base| self.base_packs.read(base, raw.len(), worker));
-        let base_raw = base.map(|_| worker.base_raw.as_slice());
+        let Worker { base: buffers, scratch, .. } = worker;
+        let base_raw =
+            base.and_then(|base| self.base_packs.raw(&base.into(), pending.raw_length_bytes, buffers));
+        let base = base.filter(|_| base_raw.is_some());
         let mut stored = self.stored_buffers.take();
-        let codec =
-            codec::encode(entry.stored_dtype, &raw, base_raw, effort, &mut worker.scratch, &mut stored);
+        let codec = codec::encode(entry.stored_dtype, &raw, base_raw, effort, scratch, &mut stored);
         if base.is_some() {
             self.delta_tried[pending.entry].fetch_add(1, Ordering::Relaxed);
             if codec.needs_base() {
@@ -349,47 +356,37 @@ impl BasePacks {
 
     /// The chunk of the base with these raw bytes, in packs that are there, verified by reading it
     /// unless this process wrote or verified it before.
-    fn find(&self, digest: ChunkDigest, raw: &[u8], worker: &mut Worker) -> Option<ChunkRef> {
+    fn find(&self, digest: ChunkDigest, raw: &[u8], buffers: &mut BaseBuffers) -> Option<ChunkRef> {
         let base = self.base.as_ref()?;
-        let reference = base.find(digest, raw.len() as u64)?;
+        let raw_length_bytes = raw.len() as u64;
+        let reference = base.find(digest, raw_length_bytes)?;
         if !self.has(reference.pack) || reference.base.is_some_and(|base| !self.has(base.pack)) {
             return None;
         }
-        if base.trusted || self.matches(&reference, raw, worker) {
-            return Some(reference);
+        let is_right = |found: &[u8]| found == raw;
+        let is_usable = base.trusted || self.raw(&reference, raw_length_bytes, buffers).is_some_and(is_right);
+        is_usable.then_some(reference)
+    }
+
+    /// Raw bytes of a chunk of the base; `None` where they can't be read, or are not right.
+    fn raw<'b>(
+        &self,
+        chunk: &ChunkRef,
+        raw_length_bytes: u64,
+        buffers: &'b mut BaseBuffers,
+    ) -> Option<&'b [u8]> {
+        let BaseBuffers { stored, decoder } = buffers;
+        stored.resize(chunk.stored_length_bytes as usize, 0);
+        self.read_at(chunk.pack, chunk.offset_bytes, stored).ok()?;
+        let read_base = |base: &BaseRef, bytes: &mut [u8]| self.read_at(base.pack, base.offset_bytes, bytes);
+        decoder.raw(chunk, raw_length_bytes, stored, read_base).ok()
+    }
+
+    fn read_at(&self, pack: u32, offset_bytes: u64, bytes: &mut [u8]) -> Result<()> {
+        match self.packs.get(pack as usize) {
+            Some(Some(object)) => object.read_at(offset_bytes, bytes),
+            _ => Err(Error::Internal { what: format!("pack {pack} of the base is not there") }),
         }
-        None
-    }
-
-    /// Reads a chunk of the base and compares it with raw bytes.
-    fn matches(&self, reference: &ChunkRef, raw: &[u8], worker: &mut Worker) -> bool {
-        let base_is_read = reference.base.is_none_or(|base| self.read(&base, raw.len(), worker));
-        let Some(Some(object)) = self.packs.get(reference.pack as usize) else { return false };
-        let Worker { base_stored, base_raw, rounded, scratch } = worker;
-        base_stored.resize(reference.stored_length_bytes as usize, 0);
-        rounded.resize(raw.len(), 0);
-        base_is_read
-            && object.read_at(reference.offset_bytes, base_stored).is_ok()
-            && codec::decode(
-                reference.codec,
-                base_stored,
-                reference.base.map(|_| base_raw.as_slice()),
-                rounded,
-                scratch,
-            )
-            .is_ok()
-            && rounded == raw
-    }
-
-    /// Reads the raw bytes of a base chunk into the worker; true where they are right.
-    fn read(&self, base: &BaseRef, raw_length_bytes: usize, worker: &mut Worker) -> bool {
-        let Some(Some(object)) = self.packs.get(base.pack as usize) else { return false };
-        let Worker { base_stored, base_raw, scratch, .. } = worker;
-        base_stored.resize(base.stored_length_bytes as usize, 0);
-        base_raw.resize(raw_length_bytes, 0);
-        object.read_at(base.offset_bytes, base_stored).is_ok()
-            && codec::decode(base.codec, base_stored, None, base_raw, scratch).is_ok()
-            && ChunkDigest::of(base_raw) == base.digest
     }
 }
 
@@ -405,7 +402,5 @@ pub(super) fn beside<R: Send>(
         front()
     });
     fronted?;
-    done.ok_or_else(|| crate::error::Error::Internal {
-        what: "a batch of chunks was not prepared".to_owned(),
-    })
+    done.ok_or_else(|| Error::Internal { what: "a batch of chunks was not prepared".to_owned() })
 }

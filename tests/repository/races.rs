@@ -260,6 +260,18 @@ fn save_behind(repository: &Repository, merger: &Arc<Merger>, step: u64) {
     Job::start(session, Arc::clone(merger)).unwrap().wait(MINUTE).unwrap().unwrap();
 }
 
+/// Has the next merge say when it begins to copy, and wait until the sender is dropped.
+fn hold_next_merge(store: &Hooked) -> (mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let (begun, is_begun) = mpsc::channel();
+    let (go_on, may_go_on) = mpsc::channel::<()>();
+    let may_go_on = Mutex::new(may_go_on);
+    store.once(is_merged_pack, move || {
+        begun.send(()).unwrap();
+        let _ = may_go_on.lock().unwrap().recv_timeout(MINUTE);
+    });
+    (is_begun, go_on)
+}
+
 #[test]
 fn the_policy_is_asked_after_each_commit() {
     let (store, repository) = filled(0, Some(POLICY));
@@ -335,13 +347,7 @@ fn a_failure_in_the_background_is_kept_until_somebody_takes_it_and_the_next_merg
 fn stopping_ends_a_merge_in_the_background_without_a_failure() {
     let (store, repository) = filled(3, Some(POLICY));
     let merger = Merger::new(repository.clone());
-    let (begun, is_begun) = mpsc::channel();
-    let (go_on, may_go_on) = mpsc::channel::<()>();
-    let may_go_on = Mutex::new(may_go_on);
-    store.once(is_merged_pack, move || {
-        begun.send(()).unwrap();
-        let _ = may_go_on.lock().unwrap().recv_timeout(MINUTE);
-    });
+    let (is_begun, go_on) = hold_next_merge(&store);
     save_behind(&repository, &merger, 4);
     is_begun.recv_timeout(MINUTE).unwrap();
     // A save and a load go on while the merge can't.
@@ -361,13 +367,7 @@ fn stopping_ends_a_merge_in_the_background_without_a_failure() {
 fn merge_now_waits_for_the_merge_that_runs() {
     let (store, repository) = filled(3, Some(POLICY));
     let merger = Merger::new(repository.clone());
-    let (begun, is_begun) = mpsc::channel();
-    let (go_on, may_go_on) = mpsc::channel::<()>();
-    let may_go_on = Mutex::new(may_go_on);
-    store.once(is_merged_pack, move || {
-        begun.send(()).unwrap();
-        let _ = may_go_on.lock().unwrap().recv_timeout(MINUTE);
-    });
+    let (is_begun, go_on) = hold_next_merge(&store);
     save_behind(&repository, &merger, 4);
     is_begun.recv_timeout(MINUTE).unwrap();
     let cancelled = AtomicBool::new(true);

@@ -15,31 +15,6 @@ use crate::common::names;
 use crate::common::training::open;
 use crate::tensors::{Tensor, load_region, request_of, save_tensors};
 
-const DTYPES: [Dtype; 22] = [
-    Dtype::Bool,
-    Dtype::Uint8,
-    Dtype::Uint16,
-    Dtype::Uint32,
-    Dtype::Uint64,
-    Dtype::Int8,
-    Dtype::Int16,
-    Dtype::Int32,
-    Dtype::Int64,
-    Dtype::Float16,
-    Dtype::Bfloat16,
-    Dtype::Float32,
-    Dtype::Float64,
-    Dtype::Complex32,
-    Dtype::Complex64,
-    Dtype::Complex128,
-    Dtype::Float8E4m3fn,
-    Dtype::Float8E4m3fnuz,
-    Dtype::Float8E5m2,
-    Dtype::Float8E5m2fnuz,
-    Dtype::Float8E8m0fnu,
-    Dtype::Float4E2m1fnX2,
-];
-
 fn repository() -> Repository {
     open(Arc::new(MemoryStore::new()), Vec::new()).unwrap()
 }
@@ -47,7 +22,7 @@ fn repository() -> Repository {
 #[test]
 fn every_dtype_and_shape_round_trips_in_both_ways_of_saving() {
     let mut tensors = Vec::new();
-    for dtype in DTYPES {
+    for dtype in Dtype::all() {
         for shape in [&[][..], &[0], &[3, 0, 2], &[1], &[5, 7], &[2, 1, 3, 2], &[4_099]] {
             tensors.push(Tensor::new(&format!("{}.{shape:?}", dtype.name()), dtype, shape));
         }
