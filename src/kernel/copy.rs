@@ -38,7 +38,8 @@ pub fn copy(target: &mut [u8], source: &[u8]) {
 unsafe fn stream_avx2(target: &mut [u8], source: &[u8]) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch, _mm_sfence};
 
-    let head = target.as_ptr().align_offset(32).min(target.len());
+    // To whole cache lines: a line that is written half is read before the other half comes.
+    let head = target.as_ptr().align_offset(64).min(target.len());
     let (target_head, target_rest) = target.split_at_mut(head);
     let (source_head, source_rest) = source.split_at(head);
     target_head.copy_from_slice(source_head);
@@ -52,7 +53,7 @@ unsafe fn stream_avx2(target: &mut [u8], source: &[u8]) {
                 let ahead = source.as_ptr().wrapping_add(GROUP_BYTES + offset).cast::<i8>();
                 // SAFETY: a prefetch never faults, wherever it points. `offset + 128 <= 4 x 4096`, the
                 // length of both arrays, which don't overlap because one is borrowed mutably;
-                // `target` is 32-byte aligned because the head was cut off and groups are multiples of 32.
+                // `target` is 64-byte aligned because the head was cut off and groups are multiples of 64.
                 unsafe {
                     _mm_prefetch::<_MM_HINT_T0>(ahead);
                     _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64));
