@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from varvite.errors import InvalidInputError
-from varvite.objects import read_tree
+from varvite.errors import InvalidInputError, TensorNotFoundError
+from varvite.objects import positional_objects, read_tree
 from varvite.plain import loaded
 from varvite.plans import Problems
 from varvite.reading import EntryRow, SnapshotView
 from varvite.restore import fill_in_place
-from varvite.state import StateDict, flatten, from_text, structure_leaves, unflatten
+from varvite.state import Json, StateDict, flatten, from_text, structure_leaves, unflatten
 from varvite.tensors import allocate
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["fill_state_dict", "load_nest", "load_rng", "load_tensors"]
+__all__ = ["fill_state_dict", "load_nest", "load_objects", "load_rng", "load_tensors"]
 
 
 def load_nest(view: SnapshotView, *, device: torch.device | str | None, mmap: bool) -> dict[str, Any]:
@@ -30,15 +30,40 @@ def load_nest(view: SnapshotView, *, device: torch.device | str | None, mmap: bo
     """
     state_tree, objects = read_tree(view.reader.structure())
     trees = {keyword: saved.structure for keyword, saved in objects.items()}
-    everything: list[Any] = [state_tree, *trees.values()]
-    buffers = _read(view, everything, device=device, mmap=mmap)
-    nest: dict[str, Any] = {}
-    if state_tree is not None:
-        nest.update(unflatten(state_tree, buffers.__getitem__))
-    for keyword, tree in trees.items():
-        value = unflatten(tree, buffers.__getitem__)
-        nest[keyword] = dict(value) if isinstance(value, StateDict) else value
-    return nest
+    buffers = _read(view, [state_tree, *trees.values()], device=device, mmap=mmap)
+    nest = {} if state_tree is None else unflatten(state_tree, buffers.__getitem__)
+    return {**nest, **_assemble(trees, buffers)}
+
+
+def load_objects(
+    view: SnapshotView, keywords: Iterable[str], *, device: torch.device | str | None, mmap: bool
+) -> dict[str, Any]:
+    """Reads some objects, or keys of the positional state, and no other bytes.
+
+    Args:
+        view: The snapshot.
+        keywords: What to read; the result is in this order.
+        device: Where tensors go; `None` for CPU.
+        mmap: Whether tensors may be views of the mapped pack.
+
+    Raises:
+        TensorNotFoundError: The snapshot has no such object; lists what it has.
+    """
+    state_tree, objects = read_tree(view.reader.structure())
+    known = {**positional_objects(state_tree), **objects}
+    trees: dict[str, Any] = {}
+    for keyword in keywords:
+        if keyword not in known:
+            seq = view.header["seq"]
+            raise TensorNotFoundError(
+                f"no object `{keyword}` in snapshot {seq}",
+                hint=f"it has {', '.join(f'`{name}`' for name in known) or 'none'}",
+                name=keyword,
+                seq=seq,
+                nearest=list(known),
+            )
+        trees[keyword] = known[keyword].structure
+    return _assemble(trees, _read(view, trees.values(), device=device, mmap=mmap))
 
 
 def load_rng(view: SnapshotView, rank: int) -> dict[str, Any] | None:
@@ -158,6 +183,12 @@ def _read(
         return buffers
     moved: dict[int, Any] = {}
     return {name: moved.setdefault(id(value), _move(value, device)) for name, value in buffers.items()}
+
+
+def _assemble(trees: Mapping[str, Json], buffers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the objects of some trees; a module's state dict becomes a plain dict."""
+    values = {keyword: unflatten(tree, buffers.__getitem__) for keyword, tree in trees.items()}
+    return {key: dict(value) if isinstance(value, StateDict) else value for key, value in values.items()}
 
 
 def _move(value: Any, device: torch.device | str | None) -> Any:

@@ -365,6 +365,10 @@ def _plan_by_load_state_dict(
 def _plan_stateful(value: Any, saved: SavedObject, view: SnapshotView) -> ObjectPlan:
     buffers = view.allocate_for(saved.structure)
     found = Problems(matched=structure_names(saved.structure))
+    check = getattr(value, "check_state_dict", None)
+    if check is not None and not buffers:
+        # A state without tensors is known before anything is read: a refusal here changes nothing.
+        check(unflatten(saved.structure, buffers.__getitem__))
 
     def commit() -> None:
         value.load_state_dict(unflatten(saved.structure, buffers.__getitem__))

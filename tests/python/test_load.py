@@ -148,6 +148,33 @@ def test_a_name_that_matches_nothing_is_an_error_with_what_looks_alike(manager):
         manager.load(names=["decoder.*"])
 
 
+def test_chosen_objects_come_as_nests_and_cost_no_other_bytes(tmp_path):
+    folder = tmp_path / "run"
+    with CheckpointManager(folder, chunk_bytes=4096) as manager:
+        state = model_and_more()
+        manager.save_sync(1, {"seen": [1, 2]}, **state)
+    (pack,) = packs(folder)
+    start = state["model"][0].weight.detach().numpy().tobytes()[:64]
+    pack.write_bytes(pack.read_bytes().replace(start, bytes(64)))
+    with CheckpointManager(folder) as manager:
+        found = manager.load(objects=["progress", "seen"])
+        assert list(found) == ["progress", "seen"]
+        assert_same(dict(found), {"progress": model_and_more()["progress"], "seen": [1, 2]})
+        assert found.rng is None
+        with pytest.raises(CorruptionError):
+            manager.load("seq:1", objects=["model"])
+
+
+def test_an_object_that_is_not_there_is_an_error_that_lists_what_is(manager):
+    manager.save_sync(1, {"seen": 3}, **model_and_more())
+    with pytest.raises(TensorNotFoundError) as caught:
+        manager.load(objects=["progres"])
+    assert caught.value.name == "progres"
+    assert caught.value.nearest == ["seen", "model", "progress"]
+    with pytest.raises(InvalidInputError, match="ask for one of them"):
+        manager.load(names=["model.*"], objects=["progress"])
+
+
 def test_chosen_tensors_cost_their_own_bytes_and_not_those_of_a_damaged_neighbour(tmp_path):
     with CheckpointManager(tmp_path, chunk_bytes=4096) as manager:
         manager.save_sync(0, {"good": torch.ones(1024), "bad": torch.full((1024,), 2.0)}, rng=False)

@@ -423,6 +423,34 @@ def test_a_loader_is_restored_last_of_the_objects_and_named(manager):
     assert (report.restored, report.loader) == (["model", "scheduler", "loader"], "restored")
 
 
+class Picky:
+    """Takes no state but its own, and says so when it is asked before a restore."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def state_dict(self) -> dict[str, int]:
+        return {"length": self.length}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("must not be asked to load")
+
+    def check_state_dict(self, state: dict[str, int]) -> None:
+        if state["length"] != self.length:
+            raise MismatchError("data has another length", name="data", expected=self.length, found=state)
+
+
+def test_an_object_that_refuses_its_state_does_so_before_anything_changes(manager):
+    model = nn.Linear(3, 3)
+    manager.save_sync(1, model=model, data=Picky(5))
+    live = nn.Linear(3, 3)
+    before, stream = copy_of(live.state_dict()), torch.get_rng_state()
+    with pytest.raises(MismatchError, match="another length"):
+        manager.resume(model=live, data=Picky(6))
+    assert_same(live.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
 def test_many_small_tensors_make_one_pack_of_about_their_size(manager):
     state = {f"t{index}": torch.full((32,), float(index)) for index in range(5000)}
     info = manager.save_sync(0, state, rng=False)
