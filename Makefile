@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CARGO := cargo
 
-.PHONY: help demo test check test-rust build test-python stubs sdist bench compare fuzz clean
+.PHONY: help demo test check test-rust build build-for-tests test-python stubs sdist bench compare clean
 
 help: ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -12,12 +12,12 @@ help: ## What there is
 demo: build ## Train a GPT, kill it at random, and compare it bit for bit with a run that was never touched
 	$(BIN)/python examples/demo.py
 
-test: check test-rust build stubs test-python sdist ## Everything that has to pass before a change lands
+test: check test-rust build-for-tests stubs test-python sdist ## Everything that has to pass before a change lands
 
 check: $(VENV)/.tools ## Format and lints of both languages
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets --features kill-points -- -D warnings
-	$(CARGO) clippy --locked --features python -- -D warnings
+	$(CARGO) clippy --locked --features python,kill-points -- -D warnings
 	$(BIN)/ruff format --check python tests/python examples benches
 	$(BIN)/ruff check python tests/python examples benches
 
@@ -27,11 +27,14 @@ test-rust: ## The engine alone, without Python in the graph
 build: $(VENV)/.tools ## The extension, built into `python/varvite` and installed in the virtual environment
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked
 
-stubs: build ## The stub against the built module, types of the Python layer
+build-for-tests: $(VENV)/.tools ## The extension with kill points: tests end the process at named points of a save
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --features python,kill-points
+
+stubs: build-for-tests ## The stub against the built module, types of the Python layer
 	$(BIN)/python -m mypy.stubtest varvite._native --allowlist tests/python/stubtest_allowlist.txt --ignore-unused-allowlist
 	$(BIN)/mypy
 
-test-python: build ## The Python layer, its docstrings and the documents' examples
+test-python: build-for-tests ## The Python layer, its docstrings and the documents' examples
 	$(BIN)/pytest
 
 sdist: $(VENV)/.tools ## The source distribution, built and used in an empty environment

@@ -28,5 +28,14 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<walk::Walk>()?;
     module.add_function(wrap_pyfunction!(tensors::describe_dense, module)?)?;
     module.add_class::<buffer::MappedPack>()?;
+    #[cfg(feature = "kill-points")]
+    module.add_function(wrap_pyfunction!(kill_at, module)?)?;
     Ok(())
+}
+
+/// Kills this process at the `nth` passage of a named point; only in the build for tests.
+#[cfg(feature = "kill-points")]
+#[pyfunction]
+fn kill_at(name: &str, nth: u32) {
+    crate::kill::arm(name, nth);
 }
