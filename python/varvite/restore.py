@@ -17,6 +17,7 @@ from varvite.objects import SavedObject, kind_of, module_state, modules_among, p
 from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded
 from varvite.plans import ObjectPlan, Problems, may_convert
+from varvite.schedules import learning_rates, scale_schedules
 from varvite.state import flatten, state_dict_node, structure_leaves, structure_names, unflatten
 from varvite.tensors import TensorSpec, allocate, allocate_array, describe, find_ties, is_direct
 
@@ -99,7 +100,8 @@ def restore_objects(
     order = sorted(plans, key=lambda keyword: _install_order(objects[keyword]))
     for keyword in order:
         plans[keyword].commit()
-    overridden = [line for optimizer in optimizers for line in _override(optimizer, settings)]
+    stateful = [objects[keyword] for keyword in plans if kind_of(objects[keyword]) == "stateful"]
+    overridden = [line for optimizer in optimizers for line in _override(optimizer, settings, stateful)]
     is_whole = not (found.missing or found.unexpected or found.mismatched)
     loader = "restored" if any(_is_loader(objects[keyword]) for keyword in order) else "absent"
     return Restored(found, order, overridden, is_whole, loader)
@@ -140,9 +142,12 @@ def _check_override(settings: Mapping[str, Any], optimizers: list[Any]) -> None:
             raise InvalidInputError(f"invalid override `{key}`: {reason}", what="override", reason=reason)
 
 
-def _override(optimizer: Any, settings: Mapping[str, Any]) -> list[str]:
+def _override(optimizer: Any, settings: Mapping[str, Any], stateful: list[Any]) -> list[str]:
+    """Sets hyper-parameters; schedulers go on from a new learning rate."""
     own = {key: settings[key] for key in settings if any(key in group for group in optimizer.param_groups)}
-    return override_groups(optimizer, own)
+    before = learning_rates(optimizer) if "lr" in own else []
+    lines = override_groups(optimizer, own)
+    return lines + (scale_schedules(optimizer, stateful, before, overridden=own) if before else [])
 
 
 def _install_order(value: Any) -> int:
