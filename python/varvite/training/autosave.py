@@ -133,10 +133,15 @@ class Autosave:
         self._boundary_count = 0
         self._boundary_at = self._started_at
 
-    @property
-    def saved_step(self) -> int | None:
-        """Step of the last save that `saved` was told of; `None` before the first."""
-        return self._saved_step
+    def is_saved(self, step: int) -> bool:
+        """Returns whether the last save was made after this very step, and no other step was done since.
+
+        A step that comes again after a rollback has another state, and is not saved yet.
+
+        Args:
+            step: The step just finished.
+        """
+        return step == self._saved_step
 
     @property
     def cost_seconds(self) -> float | None:
@@ -169,8 +174,9 @@ class Autosave:
         now = time.monotonic()
         self._boundary_count += 1
         self._boundary_at = now
-        if step == self._saved_step:
+        if self.is_saved(step):
             return False
+        self._saved_step = None
         if self._every_steps is not None and (step + 1) % self._every_steps == 0:
             return True
         interval_seconds = self._interval_by_time()

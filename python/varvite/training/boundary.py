@@ -86,8 +86,8 @@ class Boundary:
             CheckpointError: A rank was lost, or did not come in time.
         """
         stop, autosave = self._stop, self._autosave
-        is_saved = autosave is not None and autosave.saved_step == step
-        is_due = save or (autosave is not None and autosave.due(step))
+        is_saved = autosave is not None and autosave.is_saved(step)
+        is_due = (autosave is not None and autosave.due(step)) or save
         mine = [step, -step, 0 if stop is None else stop.poll(), int(is_due), int(not is_saved), *votes]
         most, least, code, due, unsaved, *agreed = self._agreement.maximum(mine)
         check_steps(step, -least, most)

@@ -7,11 +7,18 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from varvite.errors import InvalidInputError
 
-__all__ = ["SAVE_FACTOR", "margin_seconds", "on_monotonic_clock", "positive_seconds", "slurm_end_seconds"]
+__all__ = [
+    "SAVE_FACTOR",
+    "needed_seconds",
+    "on_monotonic_clock",
+    "positive_seconds",
+    "slurm_end_seconds",
+    "usual_longest",
+]
 
 SAVE_FACTOR = 3.0
 """Times the duration of the last save to leave before a deadline: storage is slow when all jobs stop."""
@@ -53,7 +60,7 @@ def on_monotonic_clock(wall_seconds: float, *, wall_now: float, monotonic_now: f
     return monotonic_now + (wall_seconds - wall_now)
 
 
-def margin_seconds(least_seconds: float, saved_seconds: float, step_seconds: float) -> float:
+def needed_seconds(least_seconds: float, saved_seconds: float, step_seconds: float) -> float:
     """Returns how long before a deadline a run has to stop.
 
     A boundary at which more than this is left may go on: the next one comes a step later, and then there
@@ -62,15 +69,31 @@ def margin_seconds(least_seconds: float, saved_seconds: float, step_seconds: flo
     Args:
         least_seconds: The margin that was asked for.
         saved_seconds: Time until the last save was durable; 0 if there was none.
-        step_seconds: The longest recent time between two boundaries; 0 if there was none.
+        step_seconds: The usual time between two boundaries; 0 if it is not known.
 
     Example:
-        >>> margin_seconds(60.0, 5.0, 0.5)
+        >>> needed_seconds(60.0, 5.0, 0.5)
         60.5
-        >>> margin_seconds(60.0, 40.0, 0.5)
+        >>> needed_seconds(60.0, 40.0, 0.5)
         120.5
     """
     return max(least_seconds, SAVE_FACTOR * saved_seconds) + step_seconds
+
+
+def usual_longest(step_seconds: Sequence[float]) -> float:
+    """Returns the second longest of some steps: one that was long for once, by compiling, is no measure.
+
+    Args:
+        step_seconds: The durations of recent steps.
+
+    Returns:
+        Seconds; 0 for fewer than two steps.
+
+    Example:
+        >>> usual_longest([0.5, 300.0, 0.6])
+        0.6
+    """
+    return sorted(step_seconds)[-2] if len(step_seconds) > 1 else 0.0
 
 
 def positive_seconds(what: str, value: float, *, or_zero: bool = False) -> float:

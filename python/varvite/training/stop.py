@@ -33,12 +33,11 @@ from varvite.errors import InvalidInputError, MismatchError
 from varvite.notices import warn
 from varvite.training.agreement import Agreement, is_first_on_machine
 from varvite.training.deadlines import (
-    margin_seconds as needed_seconds,
-)
-from varvite.training.deadlines import (
+    needed_seconds,
     on_monotonic_clock,
     positive_seconds,
     slurm_end_seconds,
+    usual_longest,
 )
 from varvite.training.exits import ExitCode
 from varvite.training.reasons import StopKind, StopReason
@@ -75,8 +74,9 @@ class StopSignal:
         slurm: Whether to stop before the time that Slurm ends the job at, `SLURM_JOB_END_TIME`.
         spot: `aws`, `gcp` or `azure` to ask that cloud for notices, or a `SpotPoller`. The launcher's first
             process on each machine asks.
-        margin_seconds: Least time to leave before a deadline for the step under way and the last save. Three
-            times the last save that `saved_in` was told of is left, if that is more.
+        margin_seconds: Least time to leave before a deadline for the last save; three times the save that
+            `saved_in` was told of is left, if that is more. The time of a step comes on top. An evaluation
+            that comes more seldom than every 32 steps is not counted as a step: leave time for it here.
         hard_timeout_seconds: From a stop being asked for until the process is ended; less where a scheduler
             or cloud ends it sooner, but never less than the margin. `None` for no timer.
         agreement: How ranks agree; one of all ranks by default.
@@ -311,9 +311,8 @@ class StopSignal:
             return StopKind.SIGNAL
         if self._spot_notice() is not None:
             return StopKind.SPOT
-        margin = needed_seconds(
-            self._margin_seconds, self._saved_seconds, max(self._step_seconds, default=0.0)
-        )
+        step_seconds = usual_longest(self._step_seconds)
+        margin = needed_seconds(self._margin_seconds, self._saved_seconds, step_seconds)
         if self._limit_at is not None and self._limit_at - now <= margin:
             return StopKind.TIME_LIMIT
         if self._budget_at is not None and self._budget_at - now <= margin:
