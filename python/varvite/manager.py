@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from varvite._native import Engine
 from varvite.background import BackgroundSave
+from varvite.beginnings import Beginnings
 from varvite.errors import CheckpointError, NotBuiltYetError
 from varvite.facts import all_damaged, falling_back, info_reader
 from varvite.handles import SaveHandle
@@ -20,7 +21,7 @@ from varvite.loading import load_rng
 from varvite.merging import BackgroundMerge
 from varvite.reading import SnapshotView
 from varvite.records import Mismatched, ResumeReport, SaveTimings, SnapshotInfo, Stats, SyncReport
-from varvite.repository import Ref, Repository
+from varvite.repository import Ref
 from varvite.restore import restore_objects
 from varvite.saving import describe_save
 from varvite.settings import MergePolicy, read_settings
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager", "MergePolicy"]
 
 
-class CheckpointManager(Repository):
+class CheckpointManager(Beginnings):
     """Saves and restores the state of one training run in one folder.
 
     One process at a time writes to a folder; others read it with `read_only=True`. A manager is used
@@ -275,7 +276,8 @@ class CheckpointManager(Repository):
             strict: Names, shapes and dtypes must match both ways. Otherwise what matches is restored,
                 what does not keeps its value, and the report lists it; nothing matching at all is an
                 error even then.
-            require: An empty repository is an error instead of a fresh start.
+            require: An empty repository is an error instead of a fresh start, and nothing is written then.
+                An absent folder was made when the manager was opened; `read_only=True` makes none.
             override: Hyper-parameters to set in every optimizer after the restore, such as
                 `{"lr": 1e-5}`; `{"allow_narrowing": True}` lets values be rounded to a narrower dtype.
             **objects: The live objects, under the keywords they were saved under.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SavedObject",
+    "SavedTree",
     "flatten_state",
     "kind_of",
     "module_state",
@@ -43,6 +44,10 @@ class SavedObject(NamedTuple):
 
     kind: str
     structure: Json
+
+
+SavedTree = tuple[Json | None, dict[str, SavedObject]]
+"""The tree of the positional nest of a snapshot, or `None`, and its objects by keyword."""
 
 
 def kind_of(value: Any) -> str:
@@ -140,7 +145,7 @@ def _state_of(
     return value
 
 
-def read_tree(text: str) -> tuple[Json | None, dict[str, SavedObject]]:
+def read_tree(text: str) -> SavedTree:
     """Reads what `flatten_state` wrote.
 
     Returns:

@@ -7,12 +7,14 @@ be read to. A live tensor of the same dtype, shape and device is filled in place
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from varvite.errors import InternalError, MismatchError
 from varvite.modules import parameter_names, unknown_parameter
-from varvite.plain import corrupt, type_name
+from varvite.optim_nest import Group, SavedOptimizer, read_nest
+from varvite.plain import type_name
 from varvite.tensors import TensorSpec, allocate, copy_into, is_direct, torch_dtype
 
 if TYPE_CHECKING:
@@ -21,24 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["OptimizerPlan", "plan_optimizer"]
-
-
-class _Group(NamedTuple):
-    """A parameter group by names."""
-
-    names: list[str]
-    hyper_parameters: dict[str, Any]
-
-
-class _Saved(NamedTuple):
-    """A nest of `describe_optimizer`, checked to be one."""
-
-    kind: str
-    state: Mapping[str, dict[str, Any]]
-    groups: list[_Group]
-    never_stepped: frozenset[str]
-    shapes: Mapping[str, list[int]]
-    extra: dict[Any, Any]
 
 
 @dataclass
@@ -72,6 +56,7 @@ class OptimizerPlan:
         mismatched: `(name, field, expected, found)` of what differs; never restored.
         defaulted: Hyper-parameters that the snapshot lacks; they keep the live value.
         never_stepped: Parameters that had no state when they were saved, and will have none.
+        kept: A line for each hyper-parameter that keeps its live value although the saved one differs.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, work: Work) -> None:
@@ -83,6 +68,7 @@ class OptimizerPlan:
         self.mismatched: list[tuple[str, str, Any, Any]] = []
         self.defaulted: list[str] = []
         self.never_stepped: list[str] = []
+        self.kept: list[str] = []
         self._optimizer = optimizer
         self._work = work
         self._is_committed = False
@@ -133,7 +119,7 @@ class OptimizerPlan:
         self._optimizer.state.update(work.states)
         for live, hyper_parameters, parameters in work.groups:
             live.update(hyper_parameters)
-            live["params"][:] = parameters
+            live["params"][:] = parameters or live["params"]
         self._optimizer.param_groups[:] = work.group_order
 
 
@@ -144,6 +130,7 @@ def plan_optimizer(
     *,
     prefix: str = "optimizer",
     qualified: Collection[str] | None = None,
+    keep_hyper_parameters: bool = False,
 ) -> OptimizerPlan:
     """Plans the restore of an optimizer. Nothing of the optimizer is changed.
 
@@ -155,6 +142,8 @@ def plan_optimizer(
         prefix: Keyword of the optimizer, to start names with.
         qualified: Keywords that started the names of their module's parameters when they were saved; by
             default all where there is more than one module.
+        keep_hyper_parameters: Groups keep their order and what their program has set in them; what the
+            optimizer itself counts in a group is restored all the same.
 
     Returns:
         The plan; call its `check`, fill its `destinations`, then call its `commit`.
@@ -172,7 +161,10 @@ def plan_optimizer(
         >>> plan_optimizer(optimizer, {"model": model}, nest).never_stepped
         ['weight', 'bias']
     """
-    return _Planning(optimizer, modules, _read_nest(saved, prefix), prefix, qualified).run()
+    planning = _Planning(optimizer, modules, read_nest(saved, prefix), prefix, qualified)
+    if keep_hyper_parameters:
+        planning.keep_hyper_parameters()
+    return planning.run()
 
 
 class _Planning:
@@ -182,7 +174,7 @@ class _Planning:
         self,
         optimizer: torch.optim.Optimizer,
         modules: Mapping[str, torch.nn.Module],
-        saved: _Saved,
+        saved: SavedOptimizer,
         prefix: str,
         qualified: Collection[str] | None,
     ) -> None:
@@ -199,6 +191,11 @@ class _Planning:
         self.live_names = [name for group in self.live_groups for name in group.names]
         self._placed: dict[str, torch.Tensor] = {}
         self._reused: set[int] = set()
+        self._counted: frozenset[str] | None = None
+
+    def keep_hyper_parameters(self) -> None:
+        """Has the groups keep what the program set in them."""
+        self._counted = counted_in_groups(self.optimizer)
 
     def run(self) -> OptimizerPlan:
         kind = type_name(self.optimizer)
@@ -210,15 +207,13 @@ class _Planning:
         self._plan_extra()
         return self.plan
 
-    def _live_group(
-        self, index: int, group: dict[str, Any], modules: Mapping[str, torch.nn.Module]
-    ) -> _Group:
+    def _live_group(self, index: int, group: dict[str, Any], modules: Mapping[str, torch.nn.Module]) -> Group:
         names = []
         for position, parameter in enumerate(group["params"]):
             if parameter not in self.names:
                 raise unknown_parameter(index, position, parameter, modules)
             names.append(self.names[parameter])
-        return _Group(names, group)
+        return Group(names, group)
 
     # Groups
 
@@ -228,23 +223,35 @@ class _Planning:
         effective: dict[str, dict[str, Any]] = {}
         for live_index, live in enumerate(self.live_groups):
             saved_index = pairs.get(live_index)
-            hyper_parameters = {} if saved_index is None else self.saved.groups[saved_index].hyper_parameters
+            hyper_parameters = {} if saved_index is None else self._restored(saved_index)
             in_force = {**live.hyper_parameters, **hyper_parameters}
             effective.update((name, in_force) for name in live.names)
             if saved_index is not None:
                 self._plan_group(live, live_index, saved_index)
+        if self._counted is not None:
+            # Schedulers that stand on the live groups number them.
+            return effective
         saved_order = sorted(
             range(len(self.live_groups)), key=lambda index: (pairs.get(index, len(self.saved.groups)), index)
         )
         self.work.group_order = [self.optimizer.param_groups[index] for index in saved_order]
         return effective
 
-    def _plan_group(self, live: _Group, live_index: int, saved_index: int) -> None:
+    def _restored(self, saved_index: int) -> dict[str, Any]:
+        """Returns what of a saved group is restored."""
+        saved = self.saved.groups[saved_index].hyper_parameters
+        return {key: value for key, value in saved.items() if self._counted is None or key in self._counted}
+
+    def _plan_group(self, live: Group, live_index: int, saved_index: int) -> None:
         saved = self.saved.groups[saved_index]
         placed = {
             key: self._place(value, live.hyper_parameters.get(key), None, on_device=None)
-            for key, value in saved.hyper_parameters.items()
+            for key, value in self._restored(saved_index).items()
         }
+        if self._counted is not None:
+            self._keep(live, live_index, saved)
+            self.work.groups.append((self.optimizer.param_groups[live_index], placed, []))
+            return
         for key in live.hyper_parameters:
             if key != "params" and key not in saved.hyper_parameters:
                 self.plan.defaulted.append(f"{self.prefix}.param_groups.{live_index}.{key}")
@@ -254,6 +261,20 @@ class _Planning:
         ordered += [name for name in live.names if name in known]
         parameters = [self.parameters[name] for name in ordered]
         self.work.groups.append((self.optimizer.param_groups[live_index], placed, parameters))
+
+    def _keep(self, live: Group, live_index: int, saved: Group) -> None:
+        """Notes which live values are kept, and refuses those that need state the saved run never had."""
+        where = f"{self.prefix}.param_groups.{live_index}"
+        for key, value in live.hyper_parameters.items():
+            if key == "params" or key in (self._counted or ()):
+                continue
+            found = saved.hyper_parameters.get(key)
+            if key in _MAKE_STATE and value and not found and self.saved.state:
+                self.plan.mismatched.append((f"{where}.{key}", "value", value, found))
+            elif isinstance(found, TensorSpec) or hasattr(value, "detach"):
+                self.plan.kept.append(f"{where}.{key}: kept {_plain_value(value)}")
+            elif key not in saved.hyper_parameters or found != value:
+                self.plan.kept.append(f"{where}.{key}: {found} -> {value}")
 
     def _match_groups(self) -> dict[int, int]:
         """Pairs live groups with saved ones by the parameters in them; empty ones by their order."""
@@ -404,6 +425,31 @@ class _Planning:
         )
 
 
+_MAKE_STATE = ("amsgrad", "centered")
+"""Flags of groups that need state of their own beside each parameter's."""
+
+
+def counted_in_groups(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Returns the keys of groups that an optimizer counts in by itself, as averaging ones do.
+
+    They are defaults of the optimizer that nobody can give to its constructor.
+
+    Example:
+        >>> import torch
+        >>> counted_in_groups(torch.optim.AdamW([torch.zeros(1)]))
+        frozenset()
+    """
+    taken: set[str] = set()
+    for kind in type(optimizer).__mro__:
+        if "__init__" in vars(kind):
+            taken.update(inspect.signature(vars(kind)["__init__"]).parameters)
+    return frozenset(key for key in optimizer.defaults if key not in taken)
+
+
+def _plain_value(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _is_without_overlap(tensor: torch.Tensor) -> bool:
     """True where no two elements of a tensor share memory, as those of `expand` do."""
     import torch
@@ -430,47 +476,3 @@ def _device(
         return live.device
     is_counter = isinstance(value, TensorSpec) and value.shape == ()
     return torch.device("cpu") if is_counter else parameter.device
-
-
-def _read_nest(saved: Mapping[str, Any], prefix: str) -> _Saved:
-    """Checks that a nest has the form that `describe_optimizer` gives it."""
-    if not isinstance(saved, dict) or not isinstance(saved.get("class"), str):
-        _refuse(prefix, "an optimizer's nest", saved)
-    state, groups = saved.get("state"), saved.get("param_groups")
-    if not isinstance(state, dict) or not all(isinstance(own, dict) and own for own in state.values()):
-        _refuse(f"{prefix}.state", "a dict of state by parameter name", type(state))
-    if not isinstance(groups, list) or not all(
-        isinstance(group, dict) and _is_names(group.get("params")) for group in groups
-    ):
-        _refuse(f"{prefix}.param_groups", "groups with names of parameters", type(groups))
-    never_stepped, shapes, extra = (saved.get(key, empty) for key, empty in _OPTIONAL)
-    if not _is_names(never_stepped):
-        _refuse(f"{prefix}.never_stepped", "names of parameters", never_stepped)
-    if not isinstance(shapes, dict) or not isinstance(extra, dict):
-        _refuse(prefix, "dicts of shapes and extra state", type(shapes))
-    names = [name for group in groups for name in group["params"]]
-    if len(set(names)) != len(names):
-        _refuse(f"{prefix}.param_groups", "each parameter once", names)
-    for name in never_stepped:
-        if name in state:
-            _refuse(f"{prefix}.state.{name}", "no state of a parameter never stepped", "state")
-    hyper_parameters = ({key: value for key, value in group.items() if key != "params"} for group in groups)
-    return _Saved(
-        saved["class"],
-        state,
-        [_Group(group["params"], rest) for group, rest in zip(groups, hyper_parameters, strict=True)],
-        frozenset(never_stepped),
-        shapes,
-        extra,
-    )
-
-
-_OPTIONAL: tuple[tuple[str, Any], ...] = (("never_stepped", []), ("shapes", {}), ("extra", {}))
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _refuse(what: str, expected: str, found: object) -> NoReturn:
-    raise corrupt(what, expected, found)

@@ -41,6 +41,7 @@ class Problems:
         mismatched: `(name, field, expected, found)` of what differs.
         defaulted: Hyper-parameters that keep the live value.
         never_stepped: Parameters that had no optimizer state when they were saved.
+        kept: A line for each hyper-parameter whose live value was kept although the saved one differs.
     """
 
     matched: list[str] = field(default_factory=list)
@@ -49,10 +50,19 @@ class Problems:
     mismatched: list[Mismatched] = field(default_factory=list)
     defaulted: list[str] = field(default_factory=list)
     never_stepped: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
     def add(self, other: Any) -> None:
         """Adds what another finding lists, an `OptimizerPlan` included."""
-        for name in ("matched", "missing", "unexpected", "mismatched", "defaulted", "never_stepped"):
+        for name in (
+            "matched",
+            "missing",
+            "unexpected",
+            "mismatched",
+            "defaulted",
+            "never_stepped",
+            "kept",
+        ):
             getattr(self, name).extend(getattr(other, name))
 
     def check(self, *, strict: bool, in_whole: bool = False) -> None:
@@ -99,7 +109,10 @@ def _show(value: Any) -> str:
 
 def _advice(mismatched: list[Mismatched]) -> str:
     if any(what == "dtype" for _, what, _, _ in mismatched):
-        return 'to round values on load, pass override={"allow_narrowing": True}'
+        return (
+            'to round values on load, pass override={"allow_narrowing": True} to a resume, '
+            "or allow_narrowing=True to a fork"
+        )
     if mismatched:
         return "build the objects as they were saved"
     return "pass the objects that were saved, or strict=False to load what matches"

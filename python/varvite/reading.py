@@ -6,7 +6,7 @@ import copy
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import CorruptionError, TensorNotFoundError
@@ -97,6 +97,23 @@ class SnapshotView:
         """
         view = copy.copy(self)
         view._visible = self.local  # noqa: SLF001 - a copy of its own kind
+        view.verified_bytes = 0
+        return view
+
+    def renamed(self, sources: Mapping[str, str]) -> SnapshotView:
+        """Returns a view in which entries have other names; it counts its verified bytes itself.
+
+        Args:
+            sources: The entry's own name by the one it is to have.
+        """
+        firsts: dict[str, str] = {}
+        visible: dict[str, EntryRow] = {}
+        for name, source in sources.items():
+            row = self.row(source)
+            first = firsts.setdefault(row.name if row.tied_to is None else row.tied_to, name)
+            visible[name] = replace(row, name=name, tied_to=None if first == name else first)
+        view = copy.copy(self)
+        view._visible = visible  # noqa: SLF001 - a copy of its own kind
         view.verified_bytes = 0
         return view
 

@@ -174,13 +174,17 @@ class SnapshotInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeReport:
-    """What a resume restored. It stands where an int is wanted: the next step.
+    """What a resume, a warm start or a fork restored. It stands where an int is wanted: the next step.
 
     Attributes:
-        step: Step of the snapshot, the last one that was finished; `None` on a fresh start.
-        next_step: First step to do: `step + 1`, or 0 on a fresh start.
+        step: Step of the snapshot, the last one that was finished; `None` on a fresh start and after a warm
+            start.
+        next_step: First step to do: `step + 1`, or 0 on a fresh start and after a warm start.
         fresh: True if there was nothing to resume from, and nothing was touched.
-        snapshot: The snapshot that was restored; `None` on a fresh start.
+        verb: `resume`, `warm_start` or `fork`.
+        source: The other repository that a warm start or a fork read, as it was given; `None` for a resume.
+        snapshot: The snapshot that was restored, of the other repository where there is one; `None` on a
+            fresh start.
         restored: Keywords of the objects that were restored.
         matched: Names of the entries that were restored.
         missing: Names that the objects have and the snapshot lacks.
@@ -188,9 +192,11 @@ class ResumeReport:
         mismatched: What differs, by name.
         defaulted: What the snapshot lacks and kept its live value, and what an override changed.
         never_stepped: Parameters whose optimizer state was absent when they were saved.
-        overridden: A line for each hyper-parameter that `override` set after the restore.
+        overridden: A line for each hyper-parameter that `override` set after the restore, or that a fork
+            kept although the parent's differs.
+        dropped: Names that a rule of a warm start left out.
         skipped_snapshots: `(seq, why)` of newer snapshots that can't be used.
-        rng: `restored`, `derived` or `absent`.
+        rng: `restored`, `derived` or `absent`; `untouched` by a warm start or a fork.
         rng_skipped: A line for each generator that was not restored, and why.
         loader: What became of the data loader's position.
         verified_bytes: Bytes whose digest was checked.
@@ -205,6 +211,8 @@ class ResumeReport:
     step: int | None
     next_step: int
     fresh: bool
+    verb: str = "resume"
+    source: str | None = None
     snapshot: SnapshotInfo | None = None
     restored: list[str] = field(default_factory=list)
     matched: list[str] = field(default_factory=list)
@@ -214,6 +222,7 @@ class ResumeReport:
     defaulted: list[str] = field(default_factory=list)
     never_stepped: list[str] = field(default_factory=list)
     overridden: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
     skipped_snapshots: list[tuple[int, str]] = field(default_factory=list)
     rng: str = "absent"
     rng_skipped: list[str] = field(default_factory=list)
@@ -244,11 +253,19 @@ class ResumeReport:
             return "fresh start: nothing to resume from"
         objects = f": {', '.join(self.restored)}" if self.restored else ""
         facts = f"{len(self.matched)} entries, {format_bytes(self.verified_bytes)} verified, rng {self.rng}"
-        lines = [f"resumed after step {self.step}{objects} ({facts})"]
+        lines = [f"{self._what_was_done()}{objects} ({facts})"]
         lines += [f"  skipped snapshot {seq}: {why}" for seq, why in self.skipped_snapshots]
         lines += [f"  generator not restored: {line}" for line in self.rng_skipped]
+        if self.dropped:
+            lines.append(f"  dropped by rules: {len(self.dropped)} names")
         lines += _differences(self.missing, self.unexpected, self.mismatched, self.defaulted)
         return "\n".join(lines)
+
+    def _what_was_done(self) -> str:
+        if self.verb == "resume" or self.snapshot is None:
+            return f"resumed after step {self.step}"
+        where = f"step {self.snapshot.step} (seq {self.snapshot.seq}) of {self.source}"
+        return f"{'forked after' if self.verb == 'fork' else 'warm start from'} {where}"
 
 
 class Loaded(dict[str, Any]):

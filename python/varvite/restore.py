@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.modules import clean_names
 from varvite.nests import plan_nest
-from varvite.objects import SavedObject, kind_of, module_state, modules_among, positional_objects, read_tree
+from varvite.objects import (
+    SavedObject,
+    SavedTree,
+    kind_of,
+    module_state,
+    modules_among,
+    positional_objects,
+    read_tree,
+)
 from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded
 from varvite.plans import ObjectPlan, Problems, may_convert
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 
     from varvite.reading import SnapshotView
 
-__all__ = ["Restored", "fill_in_place", "restore_objects"]
+__all__ = ["Restored", "SavedName", "fill_in_place", "is_extra", "restore_objects"]
 
 
 @dataclass
@@ -49,7 +57,14 @@ class Restored:
 
 
 def restore_objects(
-    view: SnapshotView, objects: Mapping[str, Any], *, strict: bool, override: Mapping[str, Any]
+    view: SnapshotView,
+    objects: Mapping[str, Any],
+    *,
+    strict: bool,
+    override: Mapping[str, Any],
+    tree: SavedTree | None = None,
+    in_part: bool = False,
+    keep_hyper_parameters: bool = False,
 ) -> Restored:
     """Restores objects from a snapshot: validates all of them, reads in one crossing, then installs.
 
@@ -58,13 +73,16 @@ def restore_objects(
         objects: Live objects by the keyword they were saved under.
         strict: Whether names must match both ways.
         override: `allow_narrowing`, and hyper-parameters to set in every optimizer afterwards.
+        tree: What the snapshot holds, as `read_tree` gives it, where that is not what the view says.
+        in_part: What the snapshot holds beside the objects given is left out, and not unexpected.
+        keep_hyper_parameters: Optimizers keep what their program has set in their groups.
 
     Raises:
         MismatchError: Something does not match; nothing was changed.
         CorruptionError: Bytes differ from what was written; tensors that were filled before the damage
             was met hold values of the snapshot.
     """
-    state_tree, saved = read_tree(view.reader.structure())
+    state_tree, saved = read_tree(view.reader.structure()) if tree is None else tree
     positional = positional_objects(state_tree)
     settings = dict(override)
     allow_narrowing = bool(settings.pop("allow_narrowing", False))
@@ -78,11 +96,19 @@ def restore_objects(
             found.missing.append(keyword)
             continue
         plans[keyword] = _plan_object(
-            keyword, value, known, view, modules, qualified, allow_narrowing=allow_narrowing
+            keyword,
+            value,
+            known,
+            view,
+            modules,
+            qualified,
+            allow_narrowing=allow_narrowing,
+            keep_hyper_parameters=keep_hyper_parameters,
         )
         found.add(plans[keyword].found)
-    found.unexpected += [keyword for keyword in saved if keyword not in objects]
-    if state_tree is not None:
+    if not in_part:
+        found.unexpected += [keyword for keyword in saved if keyword not in objects]
+    if state_tree is not None and not in_part:
         restored = {
             name for keyword in plans if keyword in positional for name in plans[keyword].found.matched
         }
@@ -171,6 +197,7 @@ def _plan_object(
     qualified: set[str],
     *,
     allow_narrowing: bool,
+    keep_hyper_parameters: bool,
 ) -> ObjectPlan:
     """Plans the restore of one object.
 
@@ -184,6 +211,7 @@ def _plan_object(
         modules: The modules given beside it.
         qualified: The keywords among them that start names of parameters.
         allow_narrowing: Whether a value may be rounded to the live dtype.
+        keep_hyper_parameters: Whether an optimizer keeps what its program has set in its groups.
 
     Raises:
         MismatchError: The snapshot holds another kind of object under this keyword.
@@ -204,7 +232,14 @@ def _plan_object(
     if kind == "optimizer":
         specs = {name: TensorSpec(name, *view.description(name)) for name in structure_names(saved.structure)}
         nest = unflatten(saved.structure, specs.__getitem__)
-        plan = plan_optimizer(value, modules, nest, prefix=keyword, qualified=qualified)
+        plan = plan_optimizer(
+            value,
+            modules,
+            nest,
+            prefix=keyword,
+            qualified=qualified,
+            keep_hyper_parameters=keep_hyper_parameters,
+        )
         found = Problems()
         found.add(plan)
         return ObjectPlan(dict(plan.destinations), found, plan.commit)
@@ -284,10 +319,10 @@ def _plan_module(
     keyword: str, module: torch.nn.Module, saved: SavedObject, view: SnapshotView, *, allow_narrowing: bool
 ) -> ObjectPlan:
     state = module_state(module)
-    saved_state = unflatten(saved.structure, _Name)
-    tensors = {key: value for key, value in state.items() if not _is_extra(key, value)}
+    saved_state = unflatten(saved.structure, SavedName)
+    tensors = {key: value for key, value in state.items() if not is_extra(key, value)}
     live = {leaf.name: leaf.value for leaf in flatten(state_dict_node(tensors), prefix=(keyword,)).leaves}
-    saved_extra = {key: value for key, value in saved_state.items() if _is_extra(key, value)}
+    saved_extra = {key: value for key, value in saved_state.items() if is_extra(key, value)}
     saved_names = [
         name for key in saved_state if key not in saved_extra for name in _names_in(saved_state[key])
     ]
@@ -302,20 +337,22 @@ def _plan_module(
     return _plan_extra_state(module, saved, view, plan, wanted) if wanted else plan
 
 
-class _Name(str):
+class SavedName(str):
     """Stands for the leaf of this name."""
 
     __slots__ = ()
 
 
-def _is_extra(key: str, value: Any) -> bool:
+def is_extra(key: str, value: Any) -> bool:
     """True for what `get_extra_state` gave, or what a hook added: no tensor of the module's own."""
-    is_leaf = isinstance(value, _Name) or hasattr(value, "detach") or hasattr(value, "__array_interface__")
+    is_leaf = (
+        isinstance(value, SavedName) or hasattr(value, "detach") or hasattr(value, "__array_interface__")
+    )
     return not is_leaf or key.rpartition(".")[2] == "_extra_state"
 
 
 def _names_in(value: Any) -> list[str]:
-    if isinstance(value, _Name):
+    if isinstance(value, SavedName):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [name for item in items for name in _names_in(item)]

@@ -1,0 +1,494 @@
+"""The two ways to begin a run from the snapshot of another: a warm start and a fork.
+
+A resume goes on with a run, and is the manager's. A *warm start* takes weights alone and is a new run at
+step 0. A *fork* takes weights, optimizer state and whatever else is asked for, keeps the hyper-parameters
+that its program has set, and goes on counting where the other run was. Both read a repository that is not
+the run's own, without its lock, and neither touches the random number generators.
+
+A snapshot that a person names is the one that is read: no reference falls back here, `latest` included.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from varvite import names
+from varvite.errors import CheckpointError, InvalidInputError, MismatchError, StoreError
+from varvite.facts import make_info, read_tags, reference_text
+from varvite.loading import load_objects
+from varvite.objects import SavedObject, SavedTree, kind_of, module_state, read_tree
+from varvite.plain import corrupt, type_name
+from varvite.plans import may_convert
+from varvite.reading import SnapshotView
+from varvite.records import Mismatched, ResumeReport, SnapshotInfo
+from varvite.repository import Ref, Repository
+from varvite.restore import Restored, SavedName, is_extra, restore_objects
+from varvite.state import Json, StateDict, shown_prefix, structure_names, unflatten
+from varvite.tensors import describe
+from varvite.training.identity import Origin, RunIdentity, read_run
+from varvite.weights.rules import KeyPlan, KeyRules, plan_keys
+
+if TYPE_CHECKING:
+    from varvite._native import Engine
+
+__all__ = ["Source", "fork_run", "plan_warm_start", "start_warm"]
+
+Folder = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A snapshot of another repository, open for reading.
+
+    Attributes:
+        path: The repository as it was given.
+        folder: Its folder.
+        engine: Its engine.
+        view: The snapshot.
+        info: Facts of the snapshot.
+    """
+
+    path: str
+    folder: Path
+    engine: Engine
+    view: SnapshotView
+    info: SnapshotInfo
+
+    def origin(self, verb: str) -> Origin:
+        """Returns what a run that begins here notes of it."""
+        return Origin(
+            verb=verb,
+            path=self.path,
+            repository_id=self.engine.repository_id,
+            seq=self.info.seq,
+            step=self.info.step,
+            digest=self.info.digest,
+        )
+
+    def report(self, verb: str, restored: Restored, **more: Any) -> ResumeReport:
+        """Returns the report of a restore from here."""
+        facts: dict[str, Any] = {
+            "restored": restored.restored,
+            "matched": restored.found.matched,
+            "missing": restored.found.missing,
+            "unexpected": restored.found.unexpected,
+            "mismatched": [Mismatched(*row) for row in restored.found.mismatched],
+            "defaulted": restored.found.defaulted,
+            "never_stepped": restored.found.never_stepped,
+            "loader": restored.loader,
+        }
+        return ResumeReport(
+            fresh=False,
+            verb=verb,
+            source=self.path,
+            snapshot=self.info,
+            rng="untouched",
+            digest=self.info.digest,
+            **{**facts, **more},
+        )
+
+
+@contextmanager
+def _opened(
+    source: Folder | Repository, ref: Ref, *, rank: int, verb: str, own_id: str | None
+) -> Iterator[Source]:
+    """Opens the snapshot that a person named, for the time of a block; an open manager stays open.
+
+    Raises:
+        InvalidInputError: The source is the run's own repository.
+        NotARepositoryError: There is none.
+        SnapshotNotFoundError: The reference names none.
+        CorruptionError: The snapshot's manifest is damaged.
+    """
+    if isinstance(source, Repository):
+        yield _open_snapshot(source, str(source._settings.path), ref, rank, verb, own_id)  # noqa: SLF001 - its path
+        return
+    from varvite.manager import CheckpointManager
+
+    # One process reads here, whatever a launcher has left in the environment.
+    with CheckpointManager(source, read_only=True, rank=0, world_size=1) as repository:
+        yield _open_snapshot(repository, os.fspath(source), ref, rank, verb, own_id)
+
+
+def _open_snapshot(
+    repository: Repository, path: str, ref: Ref, rank: int, verb: str, own_id: str | None
+) -> Source:
+    engine = repository._engine  # noqa: SLF001 - the verbs are methods of a manager, in a file of their own
+    repository._must_be_open(verb)  # noqa: SLF001
+    repository._settle()  # noqa: SLF001
+    if engine.repository_id == own_id:
+        reason = "the source is the run's own repository"
+        raise InvalidInputError(
+            f"cannot {verb}: {reason}: {path}",
+            hint="go on with a run by resume(); a new run needs a folder of its own",
+            what="source",
+            reason=reason,
+        )
+    view = SnapshotView(engine, engine.resolve(reference_text(ref)), rank)
+    folder = repository._settings.path  # noqa: SLF001
+    return Source(path, folder, engine, view, make_info(view.header, read_tags(engine)))
+
+
+def _refuse_used(engine: Engine, verb: str, *, over_snapshots: bool) -> None:
+    """Refuses to begin a run where one has been: the next resume would find either of them."""
+    if over_snapshots or not engine.candidates():
+        return
+    reason = "this repository holds snapshots already"
+    raise InvalidInputError(
+        f"cannot {verb}: {reason}: {engine.root}",
+        hint=f"resume first and {verb} only where its report is fresh, or pass over_snapshots=True",
+        what="over_snapshots",
+        reason=reason,
+    )
+
+
+def _split(objects: Mapping[str, Any]) -> tuple[dict[str, RunIdentity], dict[str, Any]]:
+    """Returns the identities among objects, which begin anew, and the objects to restore."""
+    identities = {keyword: one for keyword, one in objects.items() if isinstance(one, RunIdentity)}
+    return identities, {keyword: one for keyword, one in objects.items() if keyword not in identities}
+
+
+# ---- warm start --------------------------------------------------------------------------------
+
+
+def plan_warm_start(
+    source: Folder | Repository, ref: Ref = "latest", *, rules: KeyRules | None = None, **modules: Any
+) -> KeyPlan:
+    """Says what a warm start would load, from the manifest alone. Nothing is changed.
+
+    Args:
+        source: Folder or url of the other repository, or an open manager of it.
+        ref: Which snapshot of it.
+        rules: As for `CheckpointManager.warm_start`.
+        **modules: The live modules by the keywords that names start with.
+
+    Returns:
+        The plan, to be printed.
+
+    Raises:
+        InvalidInputError: No module is given, or what is given is none, or a rule is not legal.
+        MismatchError: Two saved names go to one place.
+        SnapshotNotFoundError: There is no such snapshot.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from varvite import CheckpointManager
+        >>> with CheckpointManager(tempfile.mkdtemp()) as manager:
+        ...     info = manager.save_sync(0, net=torch.nn.Linear(2, 1))
+        ...     print(plan_warm_start(manager, rules={"net": "model"}, model=torch.nn.Linear(2, 1)))
+        2 of 2 names would be loaded
+          rule `net` gives `model`: 2 names
+    """
+    _, given = _split(modules)
+    live = _live_weights(given)
+    with _opened(source, ref, rank=0, verb="plan a warm start", own_id=None) as opened:
+        return _plan(live, _saved_weights(opened.view), rules, given)
+
+
+def start_warm(
+    engine: Engine,
+    source: Folder | Repository,
+    ref: Ref,
+    objects: Mapping[str, Any],
+    *,
+    rank: int,
+    rules: KeyRules | None,
+    strict: bool,
+    skip_shape_mismatches: bool,
+    allow_narrowing: bool,
+    over_snapshots: bool,
+) -> ResumeReport:
+    """Loads weights of another run; `CheckpointManager.warm_start` says the rest.
+
+    Args:
+        engine: That of the run's own repository.
+        source: The other repository.
+        ref: Which snapshot of it.
+        objects: Modules, and the identity of the run.
+        rank: Rank of this process.
+        rules: Rules for names.
+        strict: Names must match both ways.
+        skip_shape_mismatches: What does not fit keeps its value.
+        allow_narrowing: Values may be rounded.
+        over_snapshots: Go on although the run's own repository holds snapshots.
+    """
+    verb = "warm start"
+    identities, modules = _split(objects)
+    _refuse_used(engine, verb, over_snapshots=over_snapshots)
+    live = _live_weights(modules)
+    with _opened(source, ref, rank=rank, verb=verb, own_id=engine.repository_id) as opened:
+        saved = _saved_weights(opened.view)
+        plan = _plan(live, saved, rules, modules)
+        plan.check(strict=strict, skip_shape_mismatches=skip_shape_mismatches)
+        _check_dtypes(live, opened.view, plan, allow_narrowing=allow_narrowing)
+        view, tree = _under_live_names(live, saved, opened.view, plan)
+        restored = restore_objects(
+            view, modules, strict=False, override={"allow_narrowing": allow_narrowing}, tree=tree
+        )
+        for identity in identities.values():
+            identity.begin(opened.origin("warm_start"))
+        return opened.report(
+            "warm_start",
+            restored,
+            step=None,
+            next_step=0,
+            missing=plan.missing,
+            unexpected=plan.unexpected,
+            mismatched=[Mismatched(name, "shape", *shapes) for name, *shapes in plan.mismatched],
+            dropped=plan.dropped,
+            verified_bytes=view.verified_bytes,
+        )
+
+
+class _LiveWeight(NamedTuple):
+    """A tensor or extra state of a live module: keyword of the module, key in its state dict, value."""
+
+    keyword: str
+    key: str
+    value: Any
+
+
+class _SavedWeights(NamedTuple):
+    """What a snapshot has to load weights from.
+
+    Attributes:
+        shapes: Shape by name; `None` for extra state.
+        extra: Typed tree of each extra state of a module, by name.
+    """
+
+    shapes: dict[str, list[int] | None]
+    extra: dict[str, Json]
+
+
+def _live_weights(modules: Mapping[str, Any]) -> dict[str, _LiveWeight]:
+    """Returns what can be loaded to modules, by name.
+
+    Raises:
+        InvalidInputError: No module is given, or one of the objects is none.
+    """
+    for keyword, module in modules.items():
+        if kind_of(module) != "module":
+            reason = f"a warm start loads weights alone, and {type_name(module)} is no module"
+            raise InvalidInputError(
+                f"invalid object `{keyword}`: {reason}",
+                hint="leave it out; to take over optimizer state too, fork",
+                what=keyword,
+                reason=reason,
+            )
+    if not modules:
+        reason = "no module is given"
+        raise InvalidInputError(
+            f"cannot warm start: {reason}",
+            hint="pass it by keyword: model=model",
+            what="modules",
+            reason=reason,
+        )
+    live = {}
+    for keyword, module in modules.items():
+        state = module_state(module)
+        shown = names.state_dict_names(state, lambda value: isinstance(value, dict | list | tuple))
+        start = shown_prefix((keyword,))
+        for key, name in zip(state, shown, strict=True):
+            live[names.join(start, name)] = _LiveWeight(keyword, key, state[key])
+    return live
+
+
+def _saved_weights(view: SnapshotView) -> _SavedWeights:
+    """Returns all a snapshot has that rules can speak of: every shared entry, and modules' extra state."""
+    _, objects = read_tree(view.reader.structure())
+    extra: dict[str, Json] = {}
+    for keyword, saved in objects.items():
+        if saved.kind != "module":
+            continue
+        values = unflatten(saved.structure, SavedName)
+        if not isinstance(values, StateDict):
+            raise corrupt(f"structure of `{keyword}`", "a state dict", values)
+        start = shown_prefix((keyword,))
+        pairs: Any = saved.structure
+        for (key, value), (_, node) in zip(values.items(), pairs["state_dict"], strict=True):
+            if is_extra(key, value):
+                extra[f"{start}.{key}"] = node
+    inside = {name for node in extra.values() for name in structure_names(node)}
+    shapes: dict[str, list[int] | None] = {
+        name: row.shape for name, row in view.shared.items() if name not in inside
+    }
+    return _SavedWeights({**shapes, **dict.fromkeys(extra)}, extra)
+
+
+def _plan(
+    live: Mapping[str, _LiveWeight],
+    saved: _SavedWeights,
+    rules: KeyRules | None,
+    modules: Mapping[str, Any],
+) -> KeyPlan:
+    shapes = {
+        name: None if is_extra(one.key, one.value) else list(one.value.shape) for name, one in live.items()
+    }
+    return plan_keys(saved.shapes, shapes, rules, within=[shown_prefix((keyword,)) for keyword in modules])
+
+
+def _check_dtypes(
+    live: Mapping[str, _LiveWeight], view: SnapshotView, plan: KeyPlan, *, allow_narrowing: bool
+) -> None:
+    """Refuses dtypes that can't be loaded: a tensor that is left out for that would stay as it was made."""
+    lines, rows = [], []
+    for name, source in plan.mapping.items():
+        one = live[name]
+        if is_extra(one.key, one.value):
+            continue
+        expected, found = describe(name, one.value).dtype, view.description(source)[0]
+        if expected != found and not may_convert(found, expected, allow_narrowing=allow_narrowing):
+            rows.append((name, "dtype", expected, found))
+            lines.append(f"  `{name}` has another dtype: expected {expected}, but the snapshot has: {found}")
+    if rows:
+        more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
+        raise MismatchError(
+            "the saved weights have other dtypes, and nothing was changed:\n" + "\n".join(lines[:8]) + more,
+            hint="to round floats on load, pass allow_narrowing=True",
+            missing=[],
+            unexpected=[],
+            mismatched=rows,
+        )
+
+
+def _under_live_names(
+    live: Mapping[str, _LiveWeight], saved: _SavedWeights, view: SnapshotView, plan: KeyPlan
+) -> tuple[SnapshotView, SavedTree]:
+    """Returns the snapshot as if it had been saved from the live modules: as far as the plan goes."""
+    sources: dict[str, str] = {}
+    pairs: dict[str, list[Json]] = {one.keyword: [] for one in live.values()}
+    for name, source in plan.mapping.items():
+        node = saved.extra.get(source)
+        if source in saved.extra:
+            sources.update((leaf, leaf) for leaf in structure_names(node))
+        else:
+            node = {"tensor": name}
+            sources[name] = source
+        pairs[live[name].keyword].append([live[name].key, node])
+    objects = {keyword: SavedObject("module", {"state_dict": nodes}) for keyword, nodes in pairs.items()}
+    return view.renamed(sources), (None, objects)
+
+
+# ---- fork --------------------------------------------------------------------------------------
+
+
+def fork_run(
+    engine: Engine,
+    parent: Folder | Repository,
+    ref: Ref,
+    objects: Mapping[str, Any],
+    *,
+    rank: int,
+    label: str,
+    name: str | None,
+    pin: bool,
+    strict: bool,
+    allow_narrowing: bool,
+    over_snapshots: bool,
+) -> ResumeReport:
+    """Begins a run from a snapshot of another; `CheckpointManager.fork` says the rest.
+
+    Args:
+        engine: That of the run's own repository.
+        parent: The other repository.
+        ref: Which snapshot of it.
+        objects: What to restore, and the identity of the run.
+        rank: Rank of this process; rank 0 pins.
+        label: What the run is called where it has no name.
+        name: Name of the run.
+        pin: Whether the parent's snapshot is to be kept there.
+        strict: Names must match both ways, in the objects given.
+        allow_narrowing: Values may be rounded.
+        over_snapshots: Go on although the run's own repository holds snapshots.
+    """
+    identities, others = _split(objects)
+    _refuse_used(engine, "fork", over_snapshots=over_snapshots)
+    for identity in identities.values():
+        label = identity.name or label
+    with (
+        _opened(parent, ref, rank=rank, verb="fork", own_id=engine.repository_id) as opened,
+        ExitStack() as undo,
+    ):
+        origins = {keyword: _origin_of_fork(opened, keyword) for keyword in identities}
+        if pin and rank == 0:
+            _pin(opened, _pin_name(name or label, engine.repository_id), undo)
+        restored = restore_objects(
+            opened.view,
+            others,
+            strict=strict,
+            override={"allow_narrowing": allow_narrowing},
+            in_part=True,
+            keep_hyper_parameters=True,
+        )
+        undo.pop_all()
+        for keyword, identity in identities.items():
+            identity.begin(origins[keyword])
+            identity.name = name or identity.name
+        return opened.report(
+            "fork",
+            restored,
+            step=opened.info.step,
+            next_step=opened.info.step + 1,
+            overridden=restored.found.kept,
+            verified_bytes=opened.view.verified_bytes,
+        )
+
+
+def _origin_of_fork(source: Source, keyword: str) -> Origin:
+    """Returns where a fork begins, with what the parent's own identity says where it was saved."""
+    origin = source.origin("fork")
+    _, objects = read_tree(source.view.reader.structure())
+    if keyword not in objects:
+        return origin
+    state = load_objects(source.view, [keyword], device=None, mmap=False)[keyword]
+    run_id, trackers = read_run(state)
+    return replace(origin, run_id=run_id, trackers=trackers)
+
+
+def _pin_name(label: str, repository_id: str) -> str:
+    """Returns the name that a run pins its parent by: always the same for one run, and no other's.
+
+    Example:
+        >>> _pin_name("high lr", "0123456789abcdef0123456789abcdef")
+        'fork.high-lr.0123456789ab'
+    """
+    legal = re.sub(r"[^A-Za-z0-9_-]+", "-", label).strip("-")[:60]
+    return ".".join(part for part in ("fork", legal, repository_id[:12]) if part)
+
+
+def _pin(source: Source, name: str, undo: ExitStack) -> None:
+    """Has the parent's repository keep the snapshot, before its bytes are read.
+
+    A pin of this name is of this run, from a start that did not reach its first save: it is moved.
+    """
+    from varvite.manager import open_for_tags
+
+    seq = source.info.seq
+    try:
+        with open_for_tags(source.folder) as tags:
+            if name in source.info.tags:
+                return
+            if any(name in named for named in read_tags(tags._engine).values()):  # noqa: SLF001 - as above
+                tags.unpin(name)
+            tags.pin(f"seq:{seq}", name)
+    except StoreError as error:
+        raise StoreError(
+            f"cannot pin snapshot {seq} of the parent: {error.message}",
+            hint="pass pin=False to fork without; then the parent's retention may remove the snapshot",
+            **error.facts,
+        ) from error
+    undo.callback(_unpin, source.folder, name)
+
+
+def _unpin(folder: Path, name: str) -> None:
+    """Takes a pin back after a fork that failed, which is what its caller has to hear of."""
+    from varvite.manager import open_for_tags
+
+    with suppress(CheckpointError), open_for_tags(folder) as tags:
+        tags.unpin(name)
