@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from display import Display, open_display, print_table
 
 from varvite import CheckpointManager
+from varvite.training import prove_resume
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 TRAIN_SCRIPT = Path(__file__).with_name("train_gpt.py")
 TRAIN_SEED = 1
 # What a final snapshot must hold, so that two empty ones don't count as equal.
-PARTS = {"data", "model", "optimizer", "rng", "scheduler"}
+PARTS = {"data", "health", "model", "optimizer", "progress", "rng", "scheduler"}
 # A folder with this file in it was made by the demo, so the demo may empty it.
 MARKER = ".varvite-demo"
 POLL_SECONDS = 0.004
@@ -77,6 +78,19 @@ def plan_kills(kills: int, steps: int, rng: random.Random) -> list[Aim]:
         step = rng.randrange(start, max(start + 1, min(end, steps - 1)))
         aims.append(Aim(kind, step, rng.uniform(0.0, MAX_DELAY_SECONDS[kind])))
     return aims
+
+
+@dataclass
+class Kill:
+    """One kill that hit, and how the run went on after it.
+
+    The receipt is that of the resume, `None` where there was nothing to resume from, and "" where the next
+    kill came before there was one.
+    """
+
+    what: str
+    receipt: str | None = ""
+    next_step: int = 0
 
 
 @dataclass
@@ -199,7 +213,7 @@ class Killer:
 
     def __init__(self, run: Run, aims: list[Aim], display: Display) -> None:
         self.run, self.aims, self.display = run, aims, display
-        self.hits = 0
+        self.kills: list[Kill] = []
         self.kill_at: float | None = None
 
     def watch(self, lines: list[dict[str, Any]]) -> None:
@@ -219,22 +233,23 @@ class Killer:
         aim, self.kill_at = self.aims.pop(0), None
         if code != -signal.SIGKILL:
             raise DemoError(f"run ended before the kill planned for step {aim.step}, code: {code}")
-        self.hits += 1
-        self.display.note(f"kill {self.hits}: {self.run.describe_death()}")
+        self.kills.append(Kill(self.run.describe_death()))
+        self.display.note(f"kill {len(self.kills)}: {self.kills[-1].what}")
         self.run.restarts += 1
         self.run.start()
 
     def note_resume(self, line: dict[str, Any]) -> None:
         """Say where the run goes on."""
         next_step = line["step"]
+        self.kills[-1].receipt, self.kills[-1].next_step = line["receipt"], next_step
         redo = max(self.run.losses, default=-1) + 1 - next_step
         start = f"from the snapshot of step {next_step - 1}" if next_step else "from the beginning"
         skipped = f", skipped as damaged: {line['skipped']}" if line["skipped"] else ""
         self.display.note(f"  goes on {start}{skipped}, steps to redo: {redo}")
 
 
-def train_both(reference: Run, killed: Run, aims: list[Aim], display: Display) -> int:
-    """Train the two runs side by side to their ends; return how many kills hit."""
+def train_both(reference: Run, killed: Run, aims: list[Aim], display: Display) -> list[Kill]:
+    """Train the two runs side by side to their ends; return the kills that hit."""
     killer = Killer(killed, aims, display)
     runs = [reference, killed]
     with contextlib.ExitStack() as stack:
@@ -255,7 +270,7 @@ def train_both(reference: Run, killed: Run, aims: list[Aim], display: Display) -
                     killer.watch(lines)
             display.update(runs)
             time.sleep(POLL_SECONDS)
-    return killer.hits
+    return killer.kills
 
 
 @dataclass
@@ -359,18 +374,51 @@ def summarize(run: Run) -> dict[str, str]:
     }
 
 
-def report(reference: Run, killed: Run, hits: int, kills: int) -> bool:
+def show_receipts(killed: Run, kills: list[Kill]) -> bool:
+    """Print what the receipt of each resume says; return whether none tells of a break."""
+    with CheckpointManager(killed.repository, read_only=True) as manager:
+        receipts = {receipt.name: receipt for receipt in manager.receipts()}
+    rows, good = [], True
+    for number, kill in enumerate(kills, 1):
+        receipt = receipts.get(kill.receipt or "")
+        if receipt is None:
+            how = "nothing to resume from" if kill.receipt is None else "killed before it had resumed"
+            rows.append([str(number), kill.what, how, "", "", "", ""])
+            continue
+        verdict = receipt.verdict or "killed before it was known"
+        good = good and receipt.verdict != "discontinuous"
+        verified = f"{receipt.verified_bytes / 1e6:.1f} MB"
+        resumed = f"step {receipt.next_step}"
+        rows.append([str(number), kill.what, resumed, verified, receipt.rng, receipt.loader, verdict])
+    print_table(["kill", "came", "goes on with", "verified", "generators", "data", "verdict"], rows)
+    return good
+
+
+def prove(killed: Run) -> bool:
+    """Do the last steps again in a fresh process, and say whether they come to the recorded state."""
+    from train_gpt import make_job  # takes seconds, and the runs need the cores first
+
+    proof = prove_resume(make_job(killed.folder, killed.steps, TRAIN_SEED))
+    print(proof)
+    return proof.equal
+
+
+def report(reference: Run, killed: Run, kills: list[Kill], planned: int) -> bool:
     """Print what was done and found; return whether all of it is as it should be."""
     left, right = summarize(reference), summarize(killed)
     rows = [[title, left[title], right[title]] for title in left]
     print_table(["", reference.name, killed.name], rows)
+    print()
+    is_continuous = show_receipts(killed, kills)
     findings = [compare_losses(reference, killed), *compare_states(reference, killed)]
     print()
     print_table(["compared", "", "bits"], [finding.row() for finding in findings])
+    print()
+    is_proven = prove(killed)
     equal = not any(finding.different for finding in findings)
-    print(f"\nkills that hit: {hits} of {kills}")
+    print(f"kills that hit: {len(kills)} of {planned}")
     print("verdict:", "bit-equal" if equal else "NOT bit-equal")
-    return equal and hits == kills
+    return equal and is_continuous and is_proven and len(kills) == planned
 
 
 def prepare_folder(folder: Path) -> None:
@@ -399,8 +447,8 @@ def main() -> int:
         reference = Run("reference", options.folder / "reference", options.steps)
         killed = Run("killed", options.folder / "killed", options.steps)
         aims = plan_kills(options.kills, options.steps, random.Random(seed))
-        hits = train_both(reference, killed, aims, open_display(verbose=options.verbose))
-        return 0 if report(reference, killed, hits, options.kills) else 1
+        kills = train_both(reference, killed, aims, open_display(verbose=options.verbose))
+        return 0 if report(reference, killed, kills, options.kills) else 1
     except DemoError as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,8 @@
 """Train a small byte-level GPT on Python's own source text, and survive being killed.
 
 Run it, kill it in any way you like, run it again: it goes on where its newest snapshot stands, and
-every loss it prints is, bit for bit, the one that an undisturbed run would have printed.
+every loss it logs is, bit for bit, the one that an undisturbed run would have logged. Stop it with Ctrl-C
+or SIGTERM, and it saves the step in hand before it ends, with exit code 75: run it again.
 
     python examples/train_gpt.py ~/gpt-run
 """
@@ -9,23 +10,27 @@ every loss it prints is, bit for bit, the one that an undisturbed run would have
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
-import importlib
 import json
 import math
-import random
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (the name everybody knows)
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
 
-from varvite import CheckpointManager, keep
+from varvite import keep
+from varvite.training import Hook, Job, ResumableSampler, run_training
+
+if TYPE_CHECKING:
+    from varvite.handles import SaveHandle
+    from varvite.records import ResumeReport
+    from varvite.training import Run, RunResult, StepOutcome
 
 CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 64, 256, 4, 4, 0.1
 BATCH, LEARNING_RATE, WARMUP_STEPS, SAVE_EVERY = 8, 1e-3, 20, 20
@@ -74,63 +79,38 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-class Corpus:
-    """The standard library's source as shuffled windows, with a cursor that can be saved.
+class Corpus(Dataset[tuple[Tensor, Tensor]]):
+    """The standard library's source as windows of CONTEXT bytes."""
 
-    The order of an epoch follows from seed and epoch alone, so the position is all of the state.
-    """
-
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda file: file.name)
         text = b"\n".join(file.read_bytes() for file in files)
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.digest = hashlib.sha256(text).hexdigest()
-        self.seed, self.epoch, self.position = seed, 0, 0
-        self.order = self.shuffle()
 
-    def shuffle(self) -> Tensor:
-        """Return the order of this epoch's windows, each CONTEXT bytes from the next."""
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return torch.randperm(len(self.text) // CONTEXT - 2, generator=generator)
+    def __len__(self) -> int:
+        """Return the number of windows, each CONTEXT bytes from the next."""
+        return len(self.text) // CONTEXT - 2
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, each of shape (BATCH, CONTEXT), and move the cursor on."""
-        if self.position + BATCH > len(self.order):
-            self.epoch, self.position = self.epoch + 1, 0
-            self.order = self.shuffle()
-        windows = self.order[self.position : self.position + BATCH]
-        self.position += BATCH
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return input and target of one window, each of shape (CONTEXT,)."""
         # The shift comes from the global generator: a resume that forgets it trains on other bytes.
-        starts = windows * CONTEXT + torch.randint(CONTEXT, (BATCH,))
-        tokens = self.text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
-        return tokens[:, :-1], tokens[:, 1:]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the cursor, and the digest of the text that it is a position in."""
-        return {"epoch": self.epoch, "position": self.position, "digest": self.digest}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move the cursor to a saved position; raise ValueError if the text is another one."""
-        if state["digest"] != self.digest:
-            raise ValueError("cursor belongs to another text: resume with the Python it began with")
-        self.epoch, self.position = state["epoch"], state["position"]
-        self.order = self.shuffle()
+        start = index * CONTEXT + int(torch.randint(CONTEXT, ()))
+        tokens = self.text[start : start + CONTEXT + 1].long()
+        return tokens[:-1], tokens[1:]
 
 
-def write_line(log: TextIO, **fields: object) -> None:
-    """Append one JSON line; it is with the kernel when this returns, so no kill takes it back."""
-    log.write(json.dumps(fields) + "\n")
-    log.flush()
-
-
-def build_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.AdamW, LambdaLR]:
-    """Return AdamW that decays matrices only, and a schedule of linear warm-up, then cosine."""
+def build_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    """Return AdamW that decays matrices only."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, *, steps: int) -> LambdaLR:
+    """Return a schedule of linear warm-up, then cosine, over so many steps."""
 
     def scale(step: int) -> float:
         if step < WARMUP_STEPS:
@@ -138,54 +118,87 @@ def build_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.AdamW, La
         progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
-    return optimizer, LambdaLR(optimizer, scale)
+    return LambdaLR(optimizer, scale)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Corpus) -> float:
-    """Do one update and return its loss, in nats a byte."""
-    inputs, targets = data.next_batch()
-    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.item()
+def build_data(*, seed: int) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Return shuffled batches whose position can be saved and found again by index."""
+    corpus = Corpus()
+    sampler = ResumableSampler(corpus, seed=seed)
+    return DataLoader(corpus, batch_size=BATCH, sampler=sampler, drop_last=True)
 
 
-def train(folder: Path, steps: int, seed: int) -> None:
-    """Train to `steps` updates in all, going on from the newest snapshot if there is one."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    with contextlib.suppress(ImportError):  # a snapshot holds NumPy's generator where there is one
-        importlib.import_module("numpy").random.seed(seed)
-    data, model = Corpus(seed), GPT()
-    optimizer, scheduler = build_optimizer(model, steps)
-    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data}
-    folder.mkdir(parents=True, exist_ok=True)
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean loss of a batch, in nats a byte."""
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    with (
-        (folder / "log.jsonl").open("a", encoding="utf-8") as log,
-        CheckpointManager(folder / "checkpoints", keep=keep.last(3)) as mgr,
-    ):
-        write_line(log, event="start")
-        report = mgr.resume(**objects)
-        write_line(log, event="resume", step=report.next_step, skipped=report.skipped_snapshots)
+
+class Log(Hook):
+    """Writes the events of a run to a file of JSON lines, and some of them to the console."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+        self.began = 0.0
+
+    def write(self, **fields: object) -> None:
+        """Append a line; it is with the kernel when this returns, so no kill takes it back."""
+        self.file.write(json.dumps(fields) + "\n")
+        self.file.flush()
+
+    def restoring(self, run: Run) -> None:
+        """Note that a process begins."""
+        self.write(event="start")
+
+    def restored(self, run: Run, report: ResumeReport) -> None:
+        """Note where it goes on."""
+        receipt = report.receipt.name if report.receipt else None
+        skipped = report.skipped_snapshots
+        self.write(event="resume", step=report.next_step, skipped=skipped, receipt=receipt)
         print("fresh start" if report.fresh else f"resumed, next step: {report.next_step}")
-        for step in range(report, steps):
-            loss = train_step(model, optimizer, data)
-            scheduler.step()
-            write_line(log, step=step, loss=loss.hex())
-            if step + 1 == steps:
-                write_line(log, event="save", step=step)
-                mgr.save_final(step, metrics={"loss": loss}, **objects)
-            elif (step + 1) % SAVE_EVERY == 0:
-                write_line(log, event="save", step=step)
-                began = time.perf_counter()
-                mgr.save(step, metrics={"loss": loss}, **objects)
-                blocked_seconds = time.perf_counter() - began
-                write_line(log, event="staged", step=step, blocked_seconds=blocked_seconds)
-                print(f"step {step}, loss: {loss:.4f}")
-        mgr.print_stats()
+
+    def stepped(self, run: Run, outcome: StepOutcome) -> None:
+        """Note the loss, exactly."""
+        self.write(step=run.progress.step, loss=outcome.loss.hex())
+
+    def saving(self, run: Run, step: int) -> None:
+        """Note that a save begins."""
+        self.write(event="save", step=step)
+        self.began = time.perf_counter()
+
+    def staged(self, run: Run, handle: SaveHandle) -> None:
+        """Note how long training waited for the save."""
+        blocked_seconds = time.perf_counter() - self.began
+        self.write(event="staged", step=handle.step, blocked_seconds=blocked_seconds)
+        print(f"step {handle.step}, loss: {run.metrics['loss']:.4f}")
+
+    def ended(self, run: Run, result: RunResult) -> None:
+        """Show what the saves cost."""
+        run.manager.print_stats()
+
+
+def set_up() -> None:
+    """Make equal bits possible: one order of additions, and no kernel that is free to choose."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+
+
+def make_job(folder: Path, steps: int, seed: int) -> Job:
+    """Return the job: functions that make its parts, and when to save."""
+    return Job(
+        folder=folder / "checkpoints",
+        steps=steps,
+        seed=seed,
+        set_up=set_up,
+        model=GPT,
+        optimizer=build_optimizer,
+        scheduler=partial(build_scheduler, steps=steps),
+        data=partial(build_data, seed=seed),
+        loss=loss_of,
+        clip_grad_norm=1.0,
+        autosave={"every_steps": SAVE_EVERY},
+        manager={"keep": keep.last(3)},
+    )
 
 
 def main() -> None:
@@ -195,10 +208,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    # Equal bits need an equal order of additions: one thread, and no kernel that is free to choose.
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    train(options.folder, options.steps, options.seed)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with (options.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+        job = make_job(options.folder, options.steps, options.seed)
+        result = run_training(job, hooks=[Log(file)])
+    result.exit()
 
 
 if __name__ == "__main__":

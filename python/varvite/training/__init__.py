@@ -15,10 +15,107 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from varvite.training import rng
+    from varvite.training.accumulation import GradientAccumulation
+    from varvite.training.agreement import Agreement
+    from varvite.training.autosave import Autosave
+    from varvite.training.boundary import Boundary, Decision
+    from varvite.training.cursor import Cursor
+    from varvite.training.exits import ExitCode
+    from varvite.training.finite import Action, NonFiniteGuard, roll_back
+    from varvite.training.health import Anomaly, Continuity, HealthMonitor, Verdict
+    from varvite.training.identity import Origin, RunIdentity
+    from varvite.training.loader import ResumableLoader
+    from varvite.training.modes import evaluating
+    from varvite.training.prove import Proof, prove_resume
+    from varvite.training.reasons import StopKind, StopReason
+    from varvite.training.receipts import Receipt
+    from varvite.training.run import Hook, Job, Phases, Progress, Run, RunResult, StepOutcome, run_training
+    from varvite.training.sampler import ResumableSampler
+    from varvite.training.samples import PerSampleRandom
+    from varvite.training.stop import StopSignal
+    from varvite.training.tracking import mode_after, open_tracker
+    from varvite.training.trainable import TrainableMask
 
-__all__ = ["rng"]
+__all__ = [
+    "Action",
+    "Agreement",
+    "Anomaly",
+    "Autosave",
+    "Boundary",
+    "Continuity",
+    "Cursor",
+    "Decision",
+    "ExitCode",
+    "GradientAccumulation",
+    "HealthMonitor",
+    "Hook",
+    "Job",
+    "NonFiniteGuard",
+    "Origin",
+    "PerSampleRandom",
+    "Phases",
+    "Progress",
+    "Proof",
+    "Receipt",
+    "ResumableLoader",
+    "ResumableSampler",
+    "Run",
+    "RunIdentity",
+    "RunResult",
+    "StepOutcome",
+    "StopKind",
+    "StopReason",
+    "StopSignal",
+    "TrainableMask",
+    "Verdict",
+    "evaluating",
+    "mode_after",
+    "open_tracker",
+    "prove_resume",
+    "rng",
+    "roll_back",
+    "run_training",
+]
 
-_HOMES: dict[str, str] = {}
+_HOMES = {
+    "GradientAccumulation": "accumulation",
+    "Agreement": "agreement",
+    "Autosave": "autosave",
+    "Boundary": "boundary",
+    "Decision": "boundary",
+    "Cursor": "cursor",
+    "ExitCode": "exits",
+    "Action": "finite",
+    "NonFiniteGuard": "finite",
+    "roll_back": "finite",
+    "Anomaly": "health",
+    "Continuity": "health",
+    "HealthMonitor": "health",
+    "Verdict": "health",
+    "Origin": "identity",
+    "RunIdentity": "identity",
+    "ResumableLoader": "loader",
+    "evaluating": "modes",
+    "Proof": "prove",
+    "prove_resume": "prove",
+    "StopKind": "reasons",
+    "StopReason": "reasons",
+    "Receipt": "receipts",
+    "Hook": "run",
+    "Job": "run",
+    "Phases": "run",
+    "Progress": "run",
+    "Run": "run",
+    "RunResult": "run",
+    "StepOutcome": "run",
+    "run_training": "run",
+    "ResumableSampler": "sampler",
+    "PerSampleRandom": "samples",
+    "StopSignal": "stop",
+    "mode_after": "tracking",
+    "open_tracker": "tracking",
+    "TrainableMask": "trainable",
+}
 _MODULES = ("rng",)
 
 

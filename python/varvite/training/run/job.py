@@ -1,0 +1,102 @@
+"""What a training job is: the functions that make its parts, and its settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from varvite.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from varvite.records import ResumeReport
+    from varvite.training.run.context import Run
+
+__all__ = ["Job"]
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A training job. Every rank makes the same one.
+
+    Functions and not objects are given, so that each part is made in its phase: the model after the
+    generators are seeded, the data after the restore. For `prove_resume` they must be functions of a module,
+    because a fresh process imports them.
+
+    Attributes:
+        folder: Where the repository is.
+        steps: Number of steps in all, over all restarts. A run that has done them does nothing.
+        model: Makes the model.
+        optimizer: Makes the optimizer of a model.
+        data: Makes the loader of batches: a `DataLoader` with a `ResumableSampler`, a loader with
+            `state_dict()`, or any other, which can be saved at the edges of epochs alone.
+        loss: Loss of a model on a batch: a scalar tensor, the mean over the batch.
+        scheduler: Makes a scheduler of an optimizer. It steps once for each update.
+        scaler: Makes a `torch.amp.GradScaler`.
+        average: Makes an average of a model's weights that has `update_parameters(model)`, such as
+            `torch.optim.swa_utils.AveragedModel`.
+        set_up: Called first of all, in every process that runs the job: number of threads, deterministic
+            kernels, default dtype. `prove_resume` needs the same there.
+        seed: Seeds Python, NumPy and torch before the model is made. A resume restores the generators.
+        micro_batches: Batches whose gradients are averaged to one step. The last step of an epoch may have
+            fewer. A save never comes between them.
+        clip_grad_norm: Largest norm of all gradients together; `None` leaves them alone.
+        evaluate: Called every `evaluate_every` steps, with the model in eval mode and without gradients;
+            returns metrics, which are saved with the snapshot of this step.
+        evaluate_every: Steps between two evaluations, 0 for none.
+        autosave: Arguments of `Autosave`; by default a save as often as its measured cost suggests.
+        stop: Arguments of `StopSignal`.
+        non_finite: Arguments of `NonFiniteGuard`, such as `{"policy": "rollback"}`.
+        health: Arguments of `HealthMonitor`.
+        manager: Arguments of `CheckpointManager`, such as `{"keep": keep.last(3)}`.
+        resume: Arguments of `CheckpointManager.resume`, such as `{"strict": False}`.
+        begin: Called on a fresh start to begin from another run: it calls `warm_start` or `fork` of
+            `run.manager` and returns the report, or `None` for nothing.
+        tracker: Makes a tracker of metrics, after the restore, so that it knows `run.identity` and
+            `run.progress`.
+        metadata: Saved with each snapshot.
+    """
+
+    folder: str | os.PathLike[str]
+    steps: int
+    model: Callable[[], torch.nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    data: Callable[[], Iterable[Any]]
+    loss: Callable[[Any, Any], torch.Tensor]
+    scheduler: Callable[[Any], Any] | None = None
+    scaler: Callable[[], Any] | None = None
+    average: Callable[[Any], Any] | None = None
+    set_up: Callable[[], None] | None = None
+    seed: int = 0
+    micro_batches: int = 1
+    clip_grad_norm: float | None = None
+    evaluate: Callable[[Run], Mapping[str, float]] | None = None
+    evaluate_every: int = 0
+    autosave: dict[str, Any] = field(default_factory=dict)
+    stop: dict[str, Any] = field(default_factory=dict)
+    non_finite: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
+    manager: dict[str, Any] = field(default_factory=dict)
+    resume: dict[str, Any] = field(default_factory=dict)
+    begin: Callable[[Run], ResumeReport | None] | None = None
+    tracker: Callable[[Run], Any] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the numbers.
+
+        Raises:
+            InvalidInputError: One is out of its range.
+        """
+        for name, least in (("steps", 0), ("micro_batches", 1), ("evaluate_every", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                reason = f"must be a whole number of at least {least}"
+                raise InvalidInputError(f"invalid {name}: {reason}, not: {value!r}", what=name, reason=reason)
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            reason = "must be above 0"
+            message = f"invalid clip_grad_norm: {reason}, not: {self.clip_grad_norm!r}"
+            raise InvalidInputError(message, what="clip_grad_norm", reason=reason)

@@ -1,0 +1,50 @@
+"""When a run saves, and who hears of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from varvite.training.run.context import Run
+
+__all__ = ["note_durable", "save_and_wait", "save_in_background"]
+
+
+def save_in_background(run: Run) -> None:
+    """Saves the step just done; training goes on once the state is copied."""
+    note_durable(run, wait=True)
+    step = run.progress.step
+    run.tell("saving", step)
+    run.pending = run.manager.save(step, **_what(run))
+    run.committed_step = step
+    run.autosave.saved(step, blocked_seconds=run.pending.timings.blocked)
+    run.tell("staged", run.pending)
+
+
+def save_and_wait(run: Run) -> None:
+    """Saves the step just done, and returns when it is durable; a step is not saved twice."""
+    note_durable(run, wait=True)
+    step = run.progress.step
+    if step < 0 or run.committed_step == step:
+        return
+    run.tell("saving", step)
+    info = run.manager.save_final(step, **_what(run))
+    run.committed_step = step
+    run.tell("saved", info)
+
+
+def note_durable(run: Run, *, wait: bool = False) -> None:
+    """Tells the hooks of a background save that has ended, or raises its failure."""
+    if run.pending is None or not (wait or run.pending.done):
+        return
+    handle, run.pending = run.pending, None
+    info = handle.wait()
+    timings = handle.timings
+    # What a save before a deadline will take; digesting and writing overlap, so it is rather less.
+    run.stop.saved_in(timings.blocked + timings.encode + timings.write + timings.sync + timings.commit)
+    run.tell("saved", info)
+
+
+def _what(run: Run) -> dict[str, Any]:
+    metadata = {**run.job.metadata, "run": run.identity.state_dict()}
+    return {"metrics": run.metrics, "metadata": metadata, **run.objects()}

@@ -1,0 +1,75 @@
+"""One training step: forward, backward, the guard, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from varvite.training.finite import Action
+from varvite.training.run.context import StepOutcome
+
+if TYPE_CHECKING:
+    import torch
+
+    from varvite.training.run.context import Run
+
+__all__ = ["training_step"]
+
+
+def training_step(run: Run, batches: Sequence[Any]) -> StepOutcome:
+    """Averages the gradients of some batches, and updates unless they are not finite.
+
+    With a scaler, gradients that overflow are its business: it skips the update and lowers its scale. The
+    scheduler and the average of the weights step once for each update, never for a skipped one.
+
+    Args:
+        run: The run; its model is in train mode, its gradients are empty.
+        batches: The micro-batches of the step.
+    """
+    loss = _accumulate(run, batches)
+    if run.scaler is not None:
+        run.scaler.unscale_(run.optimizer)
+    norm = _clip(run)
+    action = run.guard.check(loss, grad_norm=norm, scaler=run.scaler)
+    updated = action is Action.PROCEED and _update(run)
+    if action is Action.SKIP and run.scaler is not None:
+        run.scaler.update()  # it must hear of the gradients that it has unscaled
+    run.optimizer.zero_grad()
+    return StepOutcome(loss=float(loss), grad_norm=float(norm), action=action, updated=updated)
+
+
+def _accumulate(run: Run, batches: Sequence[Any]) -> torch.Tensor:
+    """Adds up the gradients of all batches, each divided by their number, and returns the mean loss."""
+    losses = []
+    for batch in batches:
+        loss = run.loss(run.model, batch) / len(batches)
+        (loss if run.scaler is None else run.scaler.scale(loss)).backward()
+        losses.append(loss.detach())
+    return sum(losses[1:], losses[0])
+
+
+def _clip(run: Run) -> torch.Tensor:
+    """Clips all gradients together where the job says so, and returns their norm before that."""
+    from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+    parameters = [parameter for parameter in run.model.parameters() if parameter.grad is not None]
+    if run.job.clip_grad_norm is not None:
+        return clip_grad_norm_(parameters, run.job.clip_grad_norm)
+    return get_total_norm([parameter.grad for parameter in parameters])
+
+
+def _update(run: Run) -> bool:
+    """Updates the weights and what follows them; returns whether the optimizer did."""
+    if run.scaler is None:
+        run.optimizer.step()
+    else:
+        scale = run.scaler.get_scale()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        if run.scaler.get_scale() < scale:
+            return False
+    if run.scheduler is not None:
+        run.scheduler.step()
+    if run.average is not None:
+        run.average.update_parameters(run.model)
+    return True
