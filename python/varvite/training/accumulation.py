@@ -77,9 +77,8 @@ class GradientAccumulation:
             try:
                 yield ends_step
             except BaseException:
-                self.pending = max(
-                    self.pending - 1, 0
-                )  # a load or a discard in the block began the step anew
+                # A load or a discard within the block has started the step again.
+                self.pending = max(self.pending - 1, 0)
                 raise
         if ends_step:
             self.pending = 0

@@ -316,7 +316,7 @@ def _compare(values: list[float], value: float, floor: float) -> tuple[float, fl
     """Compares a value with those before it.
 
     Two expectations are tried, the level of the values and the line through them; the one that explains
-    the value better counts. If it lies between them, it is as expected.
+    the value better counts.
 
     Returns:
         The expectation, and the distance from it in robust standard deviations.
@@ -331,8 +331,6 @@ def _compare(values: list[float], value: float, floor: float) -> tuple[float, fl
     from_level = (value - level) / max(_spread(values, level), least_scale)
     expected = line + slope * (len(values) - centre)
     from_line = (value - expected) / max(_spread(flattened, line), least_scale)
-    if from_level * from_line <= 0:
-        return value, 0.0
     return (level, from_level) if abs(from_level) < abs(from_line) else (expected, from_line)
 
 

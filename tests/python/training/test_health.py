@@ -123,6 +123,17 @@ def test_settings_that_mean_nothing_are_refused(arguments):
         HealthMonitor(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("loss", "found"), [(5.5, []), (5.6, []), (7.0, []), (20.0, ["spike"]), (-4.0, ["drop"])]
+)
+def test_a_loss_that_fell_steadily_may_go_on_or_stop(loss, found):
+    """On: 5.5; a stop: 5.6; 7 is where it was half a window ago."""
+    monitor = HealthMonitor()
+    for step in range(30):
+        assert monitor.observe(step, loss=8.5 - 0.1 * step) == []
+    assert [anomaly.kind for anomaly in monitor.observe(30, loss=loss)] == found
+
+
 # Real curves
 
 
