@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.modules import clean_names
 from varvite.nests import plan_nest
-from varvite.objects import SavedObject, kind_of, module_state, modules_among, positional_objects, read_tree
+from varvite.objects import (
+    SavedObject,
+    kind_of,
+    module_state,
+    modules_among,
+    positional_objects,
+    read_tree,
+    stateful_of,
+)
 from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded
 from varvite.plans import ObjectPlan, Problems, may_convert
@@ -204,7 +212,7 @@ def _plan_object(
         found.add(plan)
         return ObjectPlan(dict(plan.destinations), found, plan.commit)
     if kind == "stateful":
-        return _plan_stateful(value, saved, view)
+        return _plan_stateful(stateful_of(keyword, value), saved, view)
     return plan_nest(keyword, value, saved, view, allow_narrowing=allow_narrowing)
 
 
