@@ -29,6 +29,7 @@ __all__ = [
     "modules_among",
     "positional_objects",
     "read_tree",
+    "stateful_of",
 ]
 
 KINDS = ("module", "optimizer", "stateful", "nest")
@@ -63,9 +64,44 @@ def kind_of(value: Any) -> str:
             return "module"
         if isinstance(value, torch.optim.Optimizer):
             return "optimizer"
+    if _is_torch_loader(value):
+        return "stateful"
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "stateful"
     return "nest"
+
+
+def stateful_of(keyword: str, value: Any) -> Any:
+    """Returns what holds the state of a stateful object: of a `DataLoader`, its `ResumableSampler`.
+
+    Args:
+        keyword: The keyword it is given under.
+        value: An object whose kind is `stateful`.
+
+    Raises:
+        InvalidInputError: It is a `DataLoader` whose position is not known.
+    """
+    if not _is_torch_loader(value):
+        return value
+    # Where the module was never imported, no loader has such a sampler.
+    samplers = loaded("varvite.training.sampler")
+    sampler = None if samplers is None else samplers.sampler_of(value)
+    if sampler is not None:
+        return sampler
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return value
+    reason = "a plain data loader does not know how much of it the training loop was given"
+    raise InvalidInputError(
+        f"invalid loader `{keyword}` of type `{type_name(value)}`: {reason}",
+        hint="give it a ResumableSampler, or iterate over a ResumableLoader of it and pass that",
+        what=keyword,
+        reason=reason,
+    )
+
+
+def _is_torch_loader(value: Any) -> bool:
+    data = loaded("torch.utils.data")
+    return data is not None and isinstance(value, data.DataLoader)
 
 
 def modules_among(objects: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
@@ -141,7 +177,7 @@ def _state_of(
             )
         return describe_optimizer(value, modules, known=known)
     if kind == "stateful":
-        return value.state_dict()
+        return stateful_of(keyword, value).state_dict()
     return value
 
 

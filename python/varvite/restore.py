@@ -21,6 +21,7 @@ from varvite.objects import (
     modules_among,
     positional_objects,
     read_tree,
+    stateful_of,
 )
 from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded
@@ -244,7 +245,7 @@ def _plan_object(
         found.add(plan)
         return ObjectPlan(dict(plan.destinations), found, plan.commit)
     if kind == "stateful":
-        return _plan_stateful(value, saved, view)
+        return _plan_stateful(stateful_of(keyword, value), saved, view)
     return plan_nest(keyword, value, saved, view, allow_narrowing=allow_narrowing)
 
 

@@ -18,6 +18,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import struct
@@ -26,16 +27,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from varvite.errors import InvalidInputError
 from varvite.plain import corrupt, loaded
+from varvite.training.seeds import check_number, hashed
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["capture", "register", "restore", "unregister"]
+__all__ = ["capture", "derive", "register", "restore", "take_back_draw", "unmoved", "unregister"]
 
 _WORD_COUNT = 624
 """Words of the Mersenne Twister."""
 
 _registered: dict[str, Any] = {}
+_restored: dict[str, tuple[Any, Any]] = {}
+"""CPU generators of torch that the last restore set, each with the state that it was given."""
 
 Restore = Callable[[], None]
 
@@ -65,6 +69,7 @@ def register(name: str, generator: Any) -> None:
         message = f"invalid generator `{name}` of type `{type(generator).__qualname__}`: {reason}"
         raise InvalidInputError(message, what="generator", reason=reason)
     _registered[name] = generator
+    _restored.pop(f"generators.{name}", None)
 
 
 def unregister(name: str) -> None:
@@ -77,6 +82,7 @@ def unregister(name: str) -> None:
         reason = f"registered are {', '.join(_registered) or 'none'}"
         raise InvalidInputError(f"unknown generator `{name}`: {reason}", what="name", reason=reason)
     del _registered[name]
+    _restored.pop(f"generators.{name}", None)
 
 
 def capture() -> dict[str, Any]:
@@ -132,9 +138,119 @@ def restore(nest: Mapping[str, Any]) -> list[str]:
             steps.append(_plan_torch("torch", torch.default_generator, nest["torch"]))
     _plan_devices(torch, nest.get("devices", {}), steps, skipped)
     _plan_generators(nest.get("generators", {}), steps, skipped)
+    _restored.clear()
     for step in steps:
         step()
     return skipped
+
+
+def derive(seed: int, rank: int, step: int) -> list[str]:
+    """Seeds every generator in use, for a rank of which a snapshot has no state.
+
+    A run that goes on with more ranks has no state for the new ones. Each gets streams of its own: the
+    seeds are hashes of the three numbers and the generator's name.
+
+    Args:
+        seed: The run's seed, from 0 below 2**64.
+        rank: Rank of this process.
+        step: The step that the run goes on from.
+
+    Returns:
+        The names of the generators, as in `capture`; those registered as `generators.NAME`.
+
+    Raises:
+        InvalidInputError: A number is none, or out of its range.
+
+    Example:
+        >>> import random
+        >>> before = random.getstate()
+        >>> names = derive(0, rank=1, step=100)
+        >>> first = random.random()
+        >>> names = derive(0, rank=1, step=100)
+        >>> (names[0], random.random() == first)
+        ('python', True)
+        >>> random.setstate(before)
+    """
+    check_number("seed", seed, limit=1 << 64)
+    check_number("rank", rank)
+    check_number("step", step)
+
+    def number(name: str) -> int:
+        return int.from_bytes(hashed(f"varvite.rng.{name}", seed, rank, step), "little")
+
+    names = ["python"]
+    _global_python().seed(number("python"))
+    numpy_random, torch = loaded("numpy.random"), loaded("torch")
+    if numpy_random is not None:
+        names.append("numpy")
+        kind = numpy_random.get_state(legacy=False)["bit_generator"]
+        fresh = getattr(numpy_random, kind)(number("numpy")).state
+        numpy_random.set_state({**fresh, "has_gauss": 0, "gauss": 0.0})
+    if torch is not None:
+        names.append("torch")
+        torch.default_generator.manual_seed(number("torch"))
+        for name, device in _devices(torch):
+            names.append(name)
+            device.set_state(torch.Generator(device=name).manual_seed(number(name)).get_state())
+    for name, generator in _registered.items():
+        names.append(f"generators.{name}")
+        _seed_generator(generator, number(names[-1]))
+    return names
+
+
+def _seed_generator(generator: Any, number: int) -> None:
+    kind = _kind(generator)
+    if kind == "torch":
+        generator.manual_seed(number)
+    elif kind == "numpy":
+        generator.bit_generator.state = type(generator.bit_generator)(number).state
+    else:
+        generator.seed(number)
+
+
+@contextlib.contextmanager
+def unmoved() -> Iterator[None]:
+    """Gives every generator back the state it had, so that what is drawn inside leaves no trace.
+
+    For what a resumed run has to build again and the run before had built before it trained: a data
+    loader, a model that is filled from the snapshot.
+
+    Example:
+        >>> import random
+        >>> before = random.getstate()
+        >>> with unmoved():
+        ...     number = random.random()
+        >>> random.getstate() == before
+        True
+    """
+    before = capture()
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def take_back_draw(value: int) -> bool:
+    """Takes back the draw of an int64 of torch, if it was the first and only one since the last restore.
+
+    An iterator over a data loader begins with such a draw. One that goes on in the middle of an epoch
+    makes it anew, where the run that never stopped made none.
+
+    Args:
+        value: What was drawn: it tells which generator was.
+
+    Returns:
+        Whether a generator was set back to what the last `restore` gave it.
+    """
+    torch = loaded("torch")
+    for generator, state in _restored.values():
+        trial = torch.Generator()  # type: ignore[union-attr]
+        trial.set_state(state)
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=trial).item()  # type: ignore[union-attr]
+        if drawn == value and torch.equal(generator.get_state(), trial.get_state()):  # type: ignore[union-attr]
+            generator.set_state(state)
+            return True
+    return False
 
 
 def _refuse(what: str, expected: str, found: object) -> NoReturn:
@@ -362,7 +478,14 @@ def _plan_torch(what: str, generator: Any, state: Any) -> Restore:
         torch.Generator(device=generator.device).set_state(state)
     except (RuntimeError, TypeError) as error:
         _refuse(what, f"a state of a generator on `{generator.device}` ({error})", tuple(state.shape))
-    return lambda: generator.set_state(state)
+    state = state.clone()
+
+    def put() -> None:
+        generator.set_state(state)
+        if generator.device.type == "cpu":
+            _restored[what] = (generator, state)
+
+    return put
 
 
 # Registered generators
