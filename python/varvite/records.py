@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from varvite.training.receipts import Receipt
+
 __all__ = [
     "EntryInfo",
     "Finding",
@@ -180,6 +182,8 @@ class ResumeReport:
         step: Step of the snapshot, the last one that was finished; `None` on a fresh start.
         next_step: First step to do: `step + 1`, or 0 on a fresh start.
         fresh: True if there was nothing to resume from, and nothing was touched.
+        verb: `resume`, `warm_start` or `fork`.
+        source: The other repository that a warm start or a fork read, as it was given; `None` for a resume.
         snapshot: The snapshot that was restored; `None` on a fresh start.
         restored: Keywords of the objects that were restored.
         matched: Names of the entries that were restored.
@@ -195,6 +199,8 @@ class ResumeReport:
         loader: What became of the data loader's position.
         verified_bytes: Bytes whose digest was checked.
         digest: Digest of the restored state.
+        receipt: What was written into the repository about it; `None` where nothing was restored or the
+            repository is read-only.
 
     Example:
         >>> report = ResumeReport(step=41, next_step=42, fresh=False)
@@ -205,6 +211,8 @@ class ResumeReport:
     step: int | None
     next_step: int
     fresh: bool
+    verb: str = "resume"
+    source: str | None = None
     snapshot: SnapshotInfo | None = None
     restored: list[str] = field(default_factory=list)
     matched: list[str] = field(default_factory=list)
@@ -220,6 +228,7 @@ class ResumeReport:
     loader: str = "absent"
     verified_bytes: int = 0
     digest: str | None = None
+    receipt: Receipt | None = None
 
     def __index__(self) -> int:
         """Returns the next step, so that `range(report, total)` works."""
