@@ -18,8 +18,8 @@
 //! | code | [`codec`]: raw bytes to stored bytes and back |
 //! | bytes | [`format`], [`store`] |
 //! | values | [`region`], [`cast`], [`statistics`] |
-//! | ground | [`tensor`], [`float`], [`digest`], [`threads`], [`batch`], [`kill`] |
-//! | machine | [`kernel`]: what is written for the processor |
+//! | ground | [`tensor`], [`float`], [`digest`], [`threads`], [`batch`], [`kill`], [`watchdog`] |
+//! | machine | [`kernel`]: what is written for the processor, or is unsafe |
 //! | errors | [`error`] |
 //!
 //! # Invariants
@@ -63,6 +63,7 @@ pub mod sweep;
 pub mod tensor;
 pub mod threads;
 pub mod verify;
+pub mod watchdog;
 pub mod write;
 
 #[cfg(feature = "python")]

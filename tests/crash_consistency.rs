@@ -34,7 +34,7 @@ struct Scenario {
     least_steps: u64,
 }
 
-static SCENARIOS: [Scenario; 10] = [
+static SCENARIOS: [Scenario; 11] = [
     Scenario {
         name: "first save",
         prepare: |_| Ok(()),
@@ -95,6 +95,21 @@ static SCENARIOS: [Scenario; 10] = [
             run.unpin("old")
         },
         least_steps: 7,
+    },
+    Scenario {
+        name: "receipts: the first, another, and one replaced",
+        prepare: |run| {
+            run.save(1)?;
+            run.write_receipt("\"old\"")
+        },
+        keep_last: None,
+        work: |run| {
+            run.write_receipt("\"new\"")?;
+            run.replace_receipt(1, "\"old,judged\"")?;
+            run.save(2)?;
+            run.replace_receipt(2, "\"new,judged\"")
+        },
+        least_steps: 24,
     },
     Scenario {
         name: "merge",

@@ -18,6 +18,7 @@ use varvite::format::manifest;
 use varvite::format::marker::Marker;
 use varvite::format::model::{Codec, Manifest};
 use varvite::format::pack::{self, Footer, HEADER_LENGTH_BYTES, PackKind};
+use varvite::format::receipt::Receipt;
 use varvite::format::tag::Tag;
 use varvite::tensor::Dtype;
 
@@ -30,6 +31,7 @@ macro_rules! golden {
 const GOLDEN: &[(&str, &[u8])] = golden![
     "repository/varvite.json",
     "repository/tags/first",
+    "repository/receipts/1.json",
     "repository/packs/1-r0-000000000000002a.pack",
     "repository/packs/2-r0-000000000000002a.pack",
     "repository/snapshots/1.json",
@@ -119,7 +121,7 @@ fn the_compressed_manifest_holds_what_the_generator_put_in() {
 }
 
 #[test]
-fn the_marker_and_the_tag_are_read() {
+fn the_small_objects_are_read() {
     let marker = Marker::decode(golden("repository/varvite.json")).unwrap();
     assert_eq!(
         marker,
@@ -132,6 +134,9 @@ fn the_marker_and_the_tag_are_read() {
     );
     let tag = Tag::decode("tags/first", golden("repository/tags/first")).unwrap();
     assert_eq!(tag, Tag { seq: 1, created_at_unix_ms: 1_790_000_000_000 });
+    let receipt = Receipt::decode("receipts/1.json", golden("repository/receipts/1.json")).unwrap();
+    assert_eq!((receipt.number, receipt.seq, receipt.created_at_unix_ms), (1, Some(2), 1_790_000_000_000));
+    assert_eq!(receipt.content.get(), r#"{"note":"opaque to the engine"}"#);
 }
 
 #[test]

@@ -17,6 +17,7 @@ use varvite::format::marker::Marker;
 use varvite::format::model::{Body, ChunkRef, Codec, Entry, Header, PackRecord, Part, RankStructure, Shard};
 use varvite::format::names::pack_name;
 use varvite::format::pack::{self, Footer, PackChunk, PackHeader, PackKind};
+use varvite::format::receipt::Receipt;
 use varvite::format::state_digest::state_digest;
 use varvite::format::tag::Tag;
 use varvite::tensor::{Dtype, raw_length_bytes};
@@ -299,12 +300,19 @@ fn each_flipped_bit_of_a_header_line_is_refused_without_the_body() {
     each_flip_is_refused(&bytes[..line_length], 0..line_length, decode);
 }
 
+fn receipt() -> Receipt {
+    let content = RawValue::from_string(r#"{"verb":"resume","verdict":null}"#.to_owned()).unwrap();
+    Receipt { number: 3, seq: Some(2), created_at_unix_ms: 1_790_000_000_000, content }
+}
+
 #[test]
-fn each_flipped_bit_of_a_marker_and_a_tag_is_refused() {
+fn each_flipped_bit_of_a_small_object_is_refused() {
     let marker = Marker::new("0123456789abcdef".repeat(2)).encode().unwrap();
     each_flip_is_refused(&marker, 0..marker.len(), Marker::decode);
     let tag = Tag { seq: 3, created_at_unix_ms: 1_790_000_000_000 }.encode().unwrap();
     each_flip_is_refused(&tag, 0..tag.len(), |bytes| Tag::decode("tags/best", bytes));
+    let receipt = receipt().encode().unwrap();
+    each_flip_is_refused(&receipt, 0..receipt.len(), |bytes| Receipt::decode("receipts/3.json", bytes));
 }
 
 #[test]
@@ -331,6 +339,8 @@ fn every_truncation_is_refused() {
     each_truncation_is_refused(&Marker::new("0123456789abcdef".repeat(2)).encode().unwrap(), Marker::decode);
     let tag = Tag { seq: 3, created_at_unix_ms: 5 }.encode().unwrap();
     each_truncation_is_refused(&tag, |bytes| Tag::decode("tags/best", bytes));
+    let receipt = receipt().encode().unwrap();
+    each_truncation_is_refused(&receipt, |bytes| Receipt::decode("receipts/3.json", bytes));
     let (object, bytes, ..) = pack_of(&fixed_sketches(2));
     each_truncation_is_refused(&bytes, |bytes| read_pack(&object, bytes));
 }
@@ -389,6 +399,7 @@ proptest! {
         prop_assert!(manifest::decode(OBJECT, &bytes).is_err());
         prop_assert!(Marker::decode(&bytes).is_err());
         prop_assert!(Tag::decode("tags/best", &bytes).is_err());
+        prop_assert!(Receipt::decode("receipts/3.json", &bytes).is_err());
         prop_assert!(pack::decode_header("packs/x", &bytes).is_err());
         prop_assert!(pack::decode_trailer("packs/x", object_length_bytes, &bytes).is_err());
         let trailer =

@@ -225,6 +225,8 @@ fn pass_every_point(place: &Place) {
     place.work(journal, Some(1), |run| run.prune().unwrap());
     place.work(journal, None, |run| {
         run.pin("best", 6).unwrap();
+        run.write_receipt("\"resumed\"").unwrap();
+        run.replace_receipt(1, "\"judged\"").unwrap();
         run.save(7).unwrap();
         run.delete(7).unwrap();
         run.save(8).unwrap();

@@ -56,7 +56,7 @@ fn a_missing_root_is_an_empty_store_until_its_folders_are_made() {
     assert!(!root.exists(), "reading makes nothing");
 
     store.create_folders().unwrap();
-    for name in ["packs", "snapshots", "tags", "tmp"] {
+    for name in ["packs", "snapshots", "tags", "receipts", "tmp"] {
         assert!(root.join(name).is_dir());
     }
     assert!(store.free_bytes().unwrap() > 0);

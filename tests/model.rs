@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use common::journal::Journal;
-use common::oracle::{Case, check_leftovers, load_all};
+use common::oracle::{Case, check_leftovers, load_all, receipts_of};
 use common::pattern;
 use common::run::Run;
 use common::sim_store::{Flaw, Mode, Plan, SimStore};
@@ -51,6 +51,12 @@ enum Operation {
     Delete {
         which: usize,
     },
+    /// Writes a receipt.
+    Receipt,
+    /// Puts other content in a receipt.
+    Judge {
+        which: usize,
+    },
     /// Closes and opens with another rule.
     Reopen {
         keep_last: Option<usize>,
@@ -76,6 +82,8 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => (0..NAMES.len(), any::<usize>()).prop_map(|(name, which)| Operation::Pin { name, which }),
         1 => (0..NAMES.len()).prop_map(|name| Operation::Unpin { name }),
         2 => any::<usize>().prop_map(|which| Operation::Delete { which }),
+        2 => Just(Operation::Receipt),
+        2 => any::<usize>().prop_map(|which| Operation::Judge { which }),
         2 => keep_last.prop_map(|keep_last| Operation::Reopen { keep_last }),
         1 => Just(Operation::Look),
         4 => (0..Mode::ALL.len(), 1..40_u64, any::<bool>()).prop_map(|(mode, in_steps, keep_unsynced)| {
@@ -98,6 +106,8 @@ struct World {
     keep_last: Option<usize>,
     journal: Journal,
     states: BTreeMap<u64, State>,
+    /// Contents of receipts that were written; each is another.
+    content_count: u64,
     fault: Option<Fault>,
 }
 
@@ -113,6 +123,7 @@ impl World {
             keep_last: None,
             journal: Journal::default(),
             states: BTreeMap::new(),
+            content_count: 0,
             fault: None,
         }
     }
@@ -179,6 +190,16 @@ impl World {
                 Some(step) if !run.journal.is_named(step) => run.delete(step),
                 _ => Ok(()),
             },
+            Operation::Receipt => {
+                self.content_count += 1;
+                run.write_receipt(&self.content_count.to_string())
+            }
+            Operation::Judge { which } if !run.journal.receipts.is_empty() => {
+                self.content_count += 1;
+                let count = run.journal.receipts.len();
+                let number = *run.journal.receipts.keys().nth(which % count).unwrap();
+                run.replace_receipt(number, &self.content_count.to_string())
+            }
             _ => Ok(()),
         }
     }
@@ -257,6 +278,7 @@ impl World {
         if let Some(repository) = &self.repository {
             self.case(|case| {
                 case.check_pins(repository)?;
+                case.check_receipts(repository)?;
                 case.check_snapshots(repository)
             })?;
         }
@@ -302,6 +324,12 @@ impl World {
             if tags.contains_key(&name) {
                 self.journal.note(&format!("pinned {name} {step}"));
             }
+        }
+        let receipts = receipts_of(repository)?;
+        self.journal.open_receipts.clear();
+        self.journal.receipts.clear();
+        for (number, content) in receipts {
+            self.journal.note(&format!("receipted {number} {content}"));
         }
         Ok(())
     }

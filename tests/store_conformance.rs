@@ -111,7 +111,7 @@ fn assert_conflict(error: &Error, store: &dyn Store, key: &Key, present_bytes: u
 }
 
 fn an_empty_store_lists_nothing_and_misses_everything(store: &Arc<dyn Store>) {
-    for folder in [Folder::Root, Folder::Packs, Folder::Snapshots, Folder::Tags] {
+    for folder in [Folder::Root, Folder::Packs, Folder::Snapshots, Folder::Tags, Folder::Receipts] {
         assert_eq!(store.list(folder).unwrap(), []);
         let error = store.open(&key(folder, "absent")).unwrap_err();
         assert!(error.is_not_found(), "{error}");
@@ -175,7 +175,7 @@ fn an_empty_staged_write_publishes_an_empty_object(store: &Arc<dyn Store>) {
 fn staged_bytes_are_invisible_until_published(store: &Arc<dyn Store>) {
     let mut staged = store.stage(&pack("a")).unwrap();
     staged.append(&pattern(1, LARGE_BYTES)).unwrap();
-    for folder in [Folder::Root, Folder::Packs, Folder::Snapshots, Folder::Tags] {
+    for folder in [Folder::Root, Folder::Packs, Folder::Snapshots, Folder::Tags, Folder::Receipts] {
         assert_eq!(store.list(folder).unwrap(), []);
     }
     assert!(store.open(&pack("a")).unwrap_err().is_not_found());
@@ -348,11 +348,11 @@ fn get_refuses_an_object_over_the_limit(store: &Arc<dyn Store>) {
 }
 
 fn folders_are_apart(store: &Arc<dyn Store>) {
-    for folder in [Folder::Root, Folder::Packs, Folder::Snapshots, Folder::Tags] {
+    for folder in [Folder::Root, Folder::Packs, Folder::Snapshots, Folder::Tags, Folder::Receipts] {
         put(&**store, &key(folder, "same"), folder.name().as_bytes());
     }
     store.delete(Folder::Snapshots, &["same".into()]).unwrap();
-    for folder in [Folder::Root, Folder::Packs, Folder::Tags] {
+    for folder in [Folder::Root, Folder::Packs, Folder::Tags, Folder::Receipts] {
         assert_eq!(names(&**store, folder), ["same"]);
         assert_eq!(get(&**store, &key(folder, "same")), folder.name().as_bytes());
     }

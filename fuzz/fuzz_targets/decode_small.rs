@@ -1,9 +1,10 @@
-//! Marker, tag, and the names of objects.
+//! Marker, tag, receipt, and the names of objects.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use varvite::format::marker::Marker;
 use varvite::format::names;
+use varvite::format::receipt::Receipt;
 use varvite::format::tag::{Tag, validate_tag_name};
 
 fuzz_target!(|bytes: &[u8]| {
@@ -20,6 +21,12 @@ fuzz_target!(|bytes: &[u8]| {
             tag
         );
     }
+    if let Ok(receipt) = Receipt::decode("receipts/1.json", bytes) {
+        let again = receipt.encode().expect("what was read can be written");
+        let again = Receipt::decode("receipts/1.json", &again).expect("so it is read");
+        assert_eq!(again.content.get(), receipt.content.get());
+        assert_eq!((again.number, again.seq), (receipt.number, receipt.seq));
+    }
     let Ok(name) = std::str::from_utf8(bytes) else { return };
     let _ = validate_tag_name(name);
     if let Some(parsed) = names::parse_pack_name(name) {
@@ -30,5 +37,8 @@ fuzz_target!(|bytes: &[u8]| {
     }
     if let Some(seq) = names::parse_tombstone_name(name) {
         assert_eq!(names::tombstone_name(seq), name);
+    }
+    if let Some(number) = names::parse_receipt_name(name) {
+        assert_eq!(names::receipt_name(number), name);
     }
 });

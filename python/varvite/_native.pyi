@@ -13,6 +13,7 @@ __all__ = [
     "SaveTensors",
     "SnapshotReader",
     "Walk",
+    "Watchdog",
     "__version__",
     "describe_dense",
 ]
@@ -169,6 +170,17 @@ class Engine:
         """Removes a name."""
     def tags(self) -> dict[str, int]:
         """Names and the commit numbers they stand for."""
+    def write_receipt(self, seq: int | None, content: str) -> tuple[int, int]:
+        """Writes a receipt under the next number; returns (number, milliseconds since 1970 UTC)."""
+    def replace_receipt(self, number: int, content: str) -> None:
+        """Puts other content in a receipt, in one step."""
+    def receipts(
+        self, newest: int | None = None
+    ) -> tuple[list[tuple[int, int | None, int, str]], list[tuple[int, str]]]:
+        """The newest receipts or all, oldest first, and (number, why) of those that can't be read.
+
+        Each is (number, seq, milliseconds since 1970 UTC, content).
+        """
     def merge_now(self) -> Merged:
         """Waits for a merge that runs, then merges everything of which something is gained."""
     def wait_merge(self) -> None:
@@ -257,6 +269,29 @@ class SnapshotReader:
 
         `None` where it has to be read.
         """
+
+@final
+class Watchdog:
+    """Ends this process at a deadline, unless `cancel` comes before. Dropping it changes nothing.
+
+    It needs no thread of Python and not the interpreter's lock. In a forked child it does nothing.
+    """
+
+    def __new__(cls, seconds: float, exit_code: int, message: str) -> Watchdog:
+        """Starts to wait.
+
+        Args:
+            seconds: Time until the end; sleep of the machine does not count.
+            exit_code: Exit code of the process then, 1 to 255. No handler or destructor is run.
+            message: A line for stderr then.
+
+        Raises:
+            InvalidInputError: A number of seconds that no clock counts, or an exit code that means success.
+            OverflowError: An exit code that none is.
+            StoreError: The system refuses a thread.
+        """
+    def cancel(self) -> None:
+        """Lets the process live: after this has returned the deadline has no effect."""
 
 @final
 class MappedPack:

@@ -268,7 +268,8 @@ class CheckpointManager(Beginnings):
     ) -> ResumeReport:
         """Restores the run: objects in place, random number generators last.
 
-        Everything is validated before anything changes. With `latest`, a damaged snapshot is passed
+        Everything is validated before anything changes. What was restored is written into the repository as
+        a receipt, unless it is read-only. With `latest`, a damaged snapshot is passed
         over with a warning and the next older one is taken; any other reference never falls back.
 
         Args:
@@ -293,6 +294,7 @@ class CheckpointManager(Beginnings):
         """
         self._must_be_open("resume")
         self._settle()
+        self._receipt = None
         if not self._engine.candidates() and ref == "latest" and not require:
             return ResumeReport(step=None, next_step=0, fresh=True)
         skipped: list[tuple[int, str]] = []
@@ -316,7 +318,7 @@ class CheckpointManager(Beginnings):
         rng_skipped = [] if generators is None else rng_state.restore(generators)
         info = self._info(view.header)
         found = restored.found
-        return ResumeReport(
+        report = ResumeReport(
             step=info.step,
             next_step=info.step + 1,
             fresh=False,
@@ -336,6 +338,7 @@ class CheckpointManager(Beginnings):
             verified_bytes=view.verified_bytes,
             digest=info.digest,
         )
+        return self._with_receipt(report, objects)
 
     def sync_now(self) -> SyncReport:
         """Pushes to the bucket; not built yet."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from varvite.training.receipts import Receipt
+
 __all__ = [
     "EntryInfo",
     "Finding",
@@ -201,6 +203,8 @@ class ResumeReport:
         loader: What became of the data loader's position.
         verified_bytes: Bytes whose digest was checked.
         digest: Digest of the restored state.
+        receipt: What was written into the repository about it; `None` where nothing was restored or the
+            repository is read-only.
 
     Example:
         >>> report = ResumeReport(step=41, next_step=42, fresh=False)
@@ -229,6 +233,7 @@ class ResumeReport:
     loader: str = "absent"
     verified_bytes: int = 0
     digest: str | None = None
+    receipt: Receipt | None = None
 
     def __index__(self) -> int:
         """Returns the next step, so that `range(report, total)` works."""

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from varvite.errors import CorruptionError, InvalidInputError, SnapshotNotFoundError
+from varvite.errors import CheckpointError, CorruptionError, InvalidInputError, SnapshotNotFoundError
 from varvite.facts import all_damaged, falling_back, make_info, read_tags, reference_text, skip
 from varvite.loading import fill_state_dict, load_nest, load_objects, load_rng, load_tensors
 from varvite.notices import warn
@@ -23,10 +24,12 @@ from varvite.records import (
     MergeReport,
     Mismatched,
     Removed,
+    ResumeReport,
     RetentionPlan,
     SnapshotInfo,
     VerifyReport,
 )
+from varvite.training.receipts import conclude, read_receipts, write_receipt
 
 if TYPE_CHECKING:
     from varvite._native import Engine
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from varvite.merging import BackgroundMerge
     from varvite.native_types import Header
     from varvite.settings import Settings
+    from varvite.training.receipts import Receipt
 
 __all__ = ["Ref", "Repository"]
 
@@ -51,6 +55,7 @@ class Repository:
     _background: BackgroundSave
     _merging: BackgroundMerge
     _process: int
+    _receipt: Receipt | None = None  # of what was restored last
     _closed = True  # until it is open: `__del__` runs for one that could not be made, too
 
     # ---- load ----------------------------------------------------------------------------------
@@ -311,6 +316,80 @@ class Repository:
         self._merging.wait()
         self._merging.raise_failure()
         return self._merging.now()
+
+    # ---- receipts ------------------------------------------------------------------------------
+
+    def receipts(self, newest: int | None = None) -> list[Receipt]:
+        """Lists what was restored from here or into here, oldest first.
+
+        Damaged receipts are left out, with a warning.
+
+        Args:
+            newest: Only the last so many; `None` for all.
+
+        Raises:
+            InvalidInputError: `newest` is negative.
+        """
+        self._must_be_open("list receipts")
+        if newest is not None and newest < 0:
+            reason = "must be at least 0, or None"
+            raise InvalidInputError(f"invalid newest `{newest}`: {reason}", what="newest", reason=reason)
+        return read_receipts(self._engine, newest)
+
+    def record_verdict(
+        self, verdict: str, reason: str = "", evidence: Mapping[str, Any] | None = None
+    ) -> Receipt:
+        """Completes the receipt of the last resume: says whether the run went on as before.
+
+        Durable when it returns. A later verdict replaces an earlier one. To be called on the coordinator.
+
+        Args:
+            verdict: `continuous`, `discontinuous` or `not evaluated`.
+            reason: Why, in words.
+            evidence: Figures behind it: a dict of plain values.
+
+        Returns:
+            The receipt with the verdict.
+
+        Raises:
+            InvalidInputError: This manager has written no receipt, there is no such verdict, or the evidence
+                holds what is no plain data.
+            StoreError: It can't be written; the receipt is as it was.
+
+        Example:
+            >>> import tempfile
+            >>> from varvite import CheckpointManager
+            >>> folder = tempfile.mkdtemp()
+            >>> with CheckpointManager(folder) as manager:
+            ...     info = manager.save_sync(7, {"epoch": 3})
+            ...     report = manager.resume()
+            ...     manager.record_verdict("not evaluated", "the run ended first").reason
+            'the run ended first'
+        """
+        self._must_be_open("record a verdict")
+        if self._receipt is None:
+            reason = "this manager has restored nothing, or could not write a receipt of it"
+            raise InvalidInputError(
+                f"cannot record a verdict: {reason}",
+                hint="call resume() first, on a manager that may write",
+                what="verdict",
+                reason=reason,
+            )
+        self._receipt = conclude(self._engine, self._receipt, verdict, reason, evidence)
+        return self._receipt
+
+    def _with_receipt(self, report: ResumeReport, objects: Mapping[str, Any]) -> ResumeReport:
+        """Writes the receipt of a report; what was restored stands also where that fails."""
+        settings = self._settings
+        if settings.access != "write":
+            return report
+        try:
+            self._receipt = write_receipt(
+                self._engine, report, objects=objects, world_size=settings.world_size
+            )
+        except CheckpointError as error:
+            warn(f"no receipt of the {report.verb} can be written: {error}")
+        return dataclasses.replace(report, receipt=self._receipt)
 
     # ---- of every call -------------------------------------------------------------------------
 

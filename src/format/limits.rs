@@ -25,6 +25,9 @@ pub const COMPRESSION_THRESHOLD_BYTES: u64 = 4 << 10;
 /// Longest marker and longest tag.
 pub const SMALL_OBJECT_LIMIT_BYTES: u64 = 4 << 10;
 
+/// Longest receipt, with its line break.
+pub const RECEIPT_LIMIT_BYTES: u64 = 64 << 10;
+
 /// Longest name of an entry, in bytes of UTF-8.
 pub const ENTRY_NAME_LIMIT_BYTES: usize = 65_536;
 

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
+use super::limits::SMALL_OBJECT_LIMIT_BYTES;
 use super::names::{MARKER_NAME, is_id};
 use super::place::Place;
 use super::sealed_line;
@@ -64,7 +65,7 @@ impl Marker {
     /// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let place = Place::new(MARKER_NAME, 0);
-        let text = sealed_line::check_object(place, bytes)?;
+        let text = sealed_line::check_object(place, bytes, SMALL_OBJECT_LIMIT_BYTES)?;
         require_readable_line(place, text, MAGIC)?;
         let fields: Fields = sealed_line::parse(place, text, "marker")?;
         if !is_id(&fields.repository_id) {

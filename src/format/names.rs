@@ -9,6 +9,7 @@ pub const MARKER_NAME: &str = "varvite.json";
 const MANIFEST_SUFFIX: &str = ".json";
 const PACK_SUFFIX: &str = ".pack";
 const TOMBSTONE_SUFFIX: &str = ".deleted";
+const RECEIPT_SUFFIX: &str = ".json";
 
 /// What the name of a pack says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,7 +49,7 @@ pub fn parse_pack_name(name: &str) -> Option<PackName> {
         return None;
     }
     Some(PackName {
-        seq: parse_seq(seq)?,
+        seq: parse_number(seq)?,
         rank: u32::try_from(parse_decimal(rank)?).ok()?,
         is_merged,
         random: u64::from_str_radix(random, 16).ok()?,
@@ -64,7 +65,7 @@ pub fn manifest_name(seq: u64) -> String {
 /// Reads a name that [`manifest_name`] can have built, and no other.
 #[must_use]
 pub fn parse_manifest_name(name: &str) -> Option<u64> {
-    parse_seq(name.strip_suffix(MANIFEST_SUFFIX)?)
+    parse_number(name.strip_suffix(MANIFEST_SUFFIX)?)
 }
 
 /// Name of a tombstone: `<seq>.deleted`.
@@ -76,7 +77,19 @@ pub fn tombstone_name(seq: u64) -> String {
 /// Reads a name that [`tombstone_name`] can have built, and no other.
 #[must_use]
 pub fn parse_tombstone_name(name: &str) -> Option<u64> {
-    parse_seq(name.strip_suffix(TOMBSTONE_SUFFIX)?)
+    parse_number(name.strip_suffix(TOMBSTONE_SUFFIX)?)
+}
+
+/// Name of a receipt: `<number>.json`.
+#[must_use]
+pub fn receipt_name(number: u64) -> String {
+    format!("{number}{RECEIPT_SUFFIX}")
+}
+
+/// Reads a name that [`receipt_name`] can have built, and no other.
+#[must_use]
+pub fn parse_receipt_name(name: &str) -> Option<u64> {
+    parse_number(name.strip_suffix(RECEIPT_SUFFIX)?)
 }
 
 /// True for an identity: 32 lower-case hex digits.
@@ -89,8 +102,9 @@ pub(super) fn is_lower_hex(byte: u8) -> bool {
     matches!(byte, b'0'..=b'9' | b'a'..=b'f')
 }
 
-fn parse_seq(text: &str) -> Option<u64> {
-    parse_decimal(text).filter(|&seq| seq > 0)
+/// Reads a number that counts from 1.
+fn parse_number(text: &str) -> Option<u64> {
+    parse_decimal(text).filter(|&number| number > 0)
 }
 
 /// Digits only, no sign, no leading zero.
@@ -142,17 +156,18 @@ mod tests {
     }
 
     #[test]
-    fn manifest_and_tombstone_names_round_trip_and_do_not_mix() {
+    fn names_of_small_objects_round_trip_and_do_not_mix() {
         assert_eq!(manifest_name(7), "7.json");
         assert_eq!(tombstone_name(7), "7.deleted");
         assert_eq!(parse_manifest_name("7.json"), Some(7));
         assert_eq!(parse_tombstone_name("7.deleted"), Some(7));
         assert_eq!(parse_manifest_name("7.deleted"), None);
         assert_eq!(parse_tombstone_name("7.json"), None);
+        assert_eq!((receipt_name(7), parse_receipt_name("7.json")), ("7.json".to_owned(), Some(7)));
     }
 
     #[test]
-    fn manifest_names_of_another_spelling_are_refused() {
+    fn names_of_another_spelling_are_refused() {
         for name in [
             "0.json",
             "07.json",
@@ -166,6 +181,7 @@ mod tests {
             "x.json",
         ] {
             assert_eq!(parse_manifest_name(name), None, "{name}");
+            assert_eq!(parse_receipt_name(name), None, "{name}");
         }
     }
 

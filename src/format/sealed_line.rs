@@ -10,7 +10,6 @@ use serde::de::DeserializeOwned;
 use crate::digest::parse_hex_u128;
 use crate::error::{Error, Result};
 
-use super::limits::SMALL_OBJECT_LIMIT_BYTES;
 use super::place::Place;
 
 /// Key of the digest of an object that is one sealed line and nothing else.
@@ -59,14 +58,10 @@ pub(super) fn seal_object(fields: &impl Serialize) -> Result<Vec<u8>> {
     seal(fields, OBJECT_DIGEST_KEY)
 }
 
-/// Checks an object that is one sealed line and nothing else, and returns its text.
-pub(super) fn check_object<'a>(place: Place<'_>, bytes: &'a [u8]) -> Result<&'a str> {
-    if bytes.len() as u64 > SMALL_OBJECT_LIMIT_BYTES {
-        return Err(place.corrupt(
-            "length",
-            format!("at most {SMALL_OBJECT_LIMIT_BYTES} bytes"),
-            bytes.len(),
-        ));
+/// Checks an object that is one sealed line of at most `limit_bytes` and nothing else, and returns its text.
+pub(super) fn check_object<'a>(place: Place<'_>, bytes: &'a [u8], limit_bytes: u64) -> Result<&'a str> {
+    if bytes.len() as u64 > limit_bytes {
+        return Err(place.corrupt("length", format!("at most {limit_bytes} bytes"), bytes.len()));
     }
     check(place, bytes, OBJECT_DIGEST_KEY)
 }

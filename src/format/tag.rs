@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-use super::limits::TAG_NAME_LIMIT_BYTES;
+use super::limits::{SMALL_OBJECT_LIMIT_BYTES, TAG_NAME_LIMIT_BYTES};
 use super::place::Place;
 use super::sealed_line;
 use super::versions::{FORMAT_VERSION, require_readable_line};
@@ -54,7 +54,7 @@ impl Tag {
     /// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
     pub fn decode(object: &str, bytes: &[u8]) -> Result<Self> {
         let place = Place::new(object, 0);
-        let text = sealed_line::check_object(place, bytes)?;
+        let text = sealed_line::check_object(place, bytes, SMALL_OBJECT_LIMIT_BYTES)?;
         require_readable_line(place, text, MAGIC)?;
         let fields: Fields = sealed_line::parse(place, text, "tag")?;
         if fields.seq == 0 {

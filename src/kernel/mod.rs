@@ -1,16 +1,18 @@
 //! What is written for the processor: the copy that callers wait for, the entropy coder of the codecs, casts,
-//! and wide vectors for others.
+//! and wide vectors for others; and the one call of the system that has no safe form.
 //!
 //! Each kernel has a portable path with the same results; what the processor can do is asked at run time.
 //! Outside the bindings, only this folder has `unsafe`.
-#![expect(unsafe_code, reason = "vector intrinsics; each block has its proof")]
+#![expect(unsafe_code, reason = "vector intrinsics, and a call of the C library; each block has its proof")]
 
 pub mod cast;
 mod copy;
+mod exit;
 pub mod fetch;
 pub mod rans;
 
 pub use copy::copy;
+pub use exit::exit_at_once;
 
 /// Runs a small computation compiled for the widest vectors of this machine.
 ///

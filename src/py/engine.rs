@@ -11,6 +11,7 @@ use serde_json::value::RawValue;
 
 use crate::compact::MergePolicy;
 use crate::error::{Error, Result};
+use crate::format::receipt::Receipt;
 use crate::merger::Merger;
 use crate::plan::Compression;
 use crate::repository::{Access, Options, Repository, SaveRequest};
@@ -28,8 +29,11 @@ use super::reader::SnapshotReader;
 use super::tensors::{Described, SaveTensors};
 use super::wait::interruptible;
 
-/// Commit numbers of damaged snapshots, and why.
+/// Numbers of damaged snapshots or receipts, and why.
 type Damaged = Vec<(u64, String)>;
+
+/// Number, seq, time and content of a receipt.
+type ReceiptRow = (u64, Option<u64>, u64, String);
 
 /// An open repository.
 #[pyclass(frozen, module = "varvite._native")]
@@ -251,6 +255,31 @@ impl Engine {
     fn tags(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
         let tags = py.detach(|| self.repository.tags()).map_err(|error| raise(py, &error))?;
         Ok(tags.into_iter().map(|(name, tag)| (name, tag.seq)).collect())
+    }
+
+    /// Writes a receipt under the next number; returns (number, milliseconds since 1970 UTC).
+    fn write_receipt(&self, py: Python<'_>, seq: Option<u64>, content: &str) -> PyResult<(u64, u64)> {
+        let written = py.detach(|| self.repository.write_receipt(seq, content));
+        let receipt = written.map_err(|error| raise(py, &error))?;
+        Ok((receipt.number, receipt.created_at_unix_ms))
+    }
+
+    /// Puts other content in a receipt, in one step.
+    fn replace_receipt(&self, py: Python<'_>, number: u64, content: &str) -> PyResult<()> {
+        let replaced = py.detach(|| self.repository.replace_receipt(number, content));
+        replaced.map(|_receipt| ()).map_err(|error| raise(py, &error))
+    }
+
+    /// (number, seq, milliseconds since 1970 UTC, content) of the newest receipts or of all, ascending, and
+    /// (number, why) of those that can't be read.
+    #[pyo3(signature = (newest=None))]
+    fn receipts(&self, py: Python<'_>, newest: Option<usize>) -> PyResult<(Vec<ReceiptRow>, Damaged)> {
+        let receipts = py.detach(|| self.repository.receipts(newest)).map_err(|error| raise(py, &error))?;
+        let row = |receipt: Receipt| {
+            (receipt.number, receipt.seq, receipt.created_at_unix_ms, receipt.content.get().to_owned())
+        };
+        let damaged = receipts.damaged.into_iter().map(|(number, error)| (number, error.chain())).collect();
+        Ok((receipts.read.into_iter().map(row).collect(), damaged))
     }
 
     /// Waits for a merge that runs, then merges everything of which something is gained.

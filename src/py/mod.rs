@@ -17,6 +17,7 @@ mod tensors;
 mod torch;
 mod wait;
 mod walk;
+mod watchdog;
 
 #[pymodule(gil_used = false)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -26,6 +27,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<reader::SnapshotReader>()?;
     module.add_class::<tensors::SaveTensors>()?;
     module.add_class::<walk::Walk>()?;
+    module.add_class::<watchdog::Watchdog>()?;
     module.add_function(wrap_pyfunction!(tensors::describe_dense, module)?)?;
     module.add_class::<buffer::MappedPack>()?;
     #[cfg(feature = "kill-points")]

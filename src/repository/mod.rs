@@ -27,11 +27,13 @@ mod header;
 mod keeping;
 mod merging;
 mod open;
+mod receipts;
 mod save;
 mod scrub;
 mod snapshot;
 
 pub use merging::MergeReport;
+pub use receipts::Receipts;
 pub use save::{SaveReport, SaveRequest, SaveSession};
 pub use snapshot::Snapshot;
 

@@ -15,7 +15,7 @@ use super::open::open_marker;
 const ATTEMPT_LIMIT: usize = 4;
 
 impl Repository {
-    /// Checks packs and chunks of one snapshot, or of all of them.
+    /// Checks packs and chunks of one snapshot, or of all of them; in any case marker, tags and receipts.
     ///
     /// # Errors
     /// [`Error::Interrupted`] after a cancel. Damage is a finding, not an error.
@@ -26,6 +26,14 @@ impl Repository {
         }
         if let Err(error) = self.tags() {
             report.add_error(&error, "tags", None);
+        }
+        match self.receipts(None) {
+            Ok(receipts) => {
+                for (number, error) in &receipts.damaged {
+                    report.add_error(error, &format!("receipts/{}", names::receipt_name(*number)), None);
+                }
+            }
+            Err(error) => report.add_error(&error, "receipts", None),
         }
         Ok(report)
     }

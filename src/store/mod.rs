@@ -24,11 +24,13 @@ pub enum Folder {
     Snapshots,
     /// `tags/`
     Tags,
+    /// `receipts/`
+    Receipts,
 }
 
 impl Folder {
     /// Folders below the root, in the order in which they are made.
-    pub const BELOW_ROOT: [Self; 3] = [Self::Packs, Self::Snapshots, Self::Tags];
+    pub const BELOW_ROOT: [Self; 4] = [Self::Packs, Self::Snapshots, Self::Tags, Self::Receipts];
 
     /// Name of the folder, empty for the root.
     #[must_use]
@@ -38,6 +40,7 @@ impl Folder {
             Self::Packs => "packs",
             Self::Snapshots => "snapshots",
             Self::Tags => "tags",
+            Self::Receipts => "receipts",
         }
     }
 }

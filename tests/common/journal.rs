@@ -15,6 +15,13 @@ pub(crate) struct Journal {
     pub(crate) pins: BTreeMap<String, u64>,
     /// Names that may be there or not, and the steps they stand for then.
     pub(crate) open_pins: BTreeMap<String, u64>,
+    /// Receipts that are there, by number, and what each may hold: one content where all was acknowledged, or
+    /// those before and after a replacement.
+    pub(crate) receipts: BTreeMap<u64, BTreeSet<String>>,
+    /// Contents of receipts that may be there too.
+    pub(crate) open_receipts: BTreeSet<String>,
+    /// Everything that a receipt was ever to hold.
+    pub(crate) contents: BTreeSet<String>,
     /// The largest acknowledged seq: none up to it is given again.
     pub(crate) high_water: u64,
 }
@@ -51,6 +58,18 @@ impl Journal {
             }
             "unpinned" => {
                 self.open_pins.remove(words[1]);
+            }
+            "receipting" => {
+                self.open_receipts.insert(words[1].to_owned());
+                self.contents.insert(words[1].to_owned());
+            }
+            "receipted" => {
+                self.open_receipts.remove(words[2]);
+                self.receipts.insert(step(1), BTreeSet::from([words[2].to_owned()]));
+            }
+            "replacing" => {
+                self.receipts.entry(step(1)).or_default().insert(words[2].to_owned());
+                self.contents.insert(words[2].to_owned());
             }
             other => panic!("no such event: {other}"),
         }
@@ -98,6 +117,19 @@ impl Journal {
             .map(|(name, step)| (name.clone(), *step))
             .collect();
         open_pins.retain(|name, _| !pins.contains_key(name));
-        Self { kept, open, gone: before.gone.clone(), pins, open_pins, high_water: before.high_water }
+        let news = &self.contents - &before.contents;
+        let open_receipts = &before.open_receipts | &news;
+        let receipts = before.receipts.iter().map(|(number, known)| (*number, known | &news)).collect();
+        Self {
+            kept,
+            open,
+            gone: before.gone.clone(),
+            pins,
+            open_pins,
+            receipts,
+            open_receipts,
+            contents: self.contents.clone(),
+            high_water: before.high_water,
+        }
     }
 }

@@ -34,6 +34,7 @@ impl Case<'_> {
             .map_err(|error| format!("it does not open: {}", error.chain()))?;
         let before = self.check_snapshots(&repository)?;
         self.check_pins(&repository)?;
+        self.check_receipts(&repository)?;
 
         let report = save_state(&repository, self.next_step, &(self.state_of)(self.next_step))
             .map_err(|error| format!("the next save fails: {}", error.chain()))?;
@@ -62,6 +63,7 @@ impl Case<'_> {
         if load_all(&reader, self.state_of)? != expected {
             return Err("a reader sees other snapshots than the writer".to_owned());
         }
+        self.check_receipts(&reader)?;
         Ok(report)
     }
 
@@ -109,6 +111,35 @@ impl Case<'_> {
             None => Ok(()),
         }
     }
+
+    /// Every promised receipt is there with one of its contents, and no other but what was under way.
+    pub(crate) fn check_receipts(&self, repository: &Repository) -> Result<(), String> {
+        let found = receipts_of(repository)?;
+        let Journal { receipts, open_receipts, .. } = self.journal;
+        for (number, contents) in receipts {
+            if !found.get(number).is_some_and(|content| contents.contains(content)) {
+                return Err(format!(
+                    "receipt {number} was acknowledged as {contents:?}; there are {found:?}"
+                ));
+            }
+        }
+        match found
+            .iter()
+            .find(|(number, content)| !receipts.contains_key(number) && !open_receipts.contains(*content))
+        {
+            Some(stranger) => Err(format!("receipt {stranger:?} was never written")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Contents of all receipts by number.
+pub(crate) fn receipts_of(repository: &Repository) -> Result<BTreeMap<u64, String>, String> {
+    let receipts = repository.receipts(None).map_err(|error| error.chain())?;
+    if !receipts.damaged.is_empty() {
+        return Err(format!("damaged receipts: {:?}", receipts.damaged));
+    }
+    Ok(receipts.read.iter().map(|receipt| (receipt.number, receipt.content.get().to_owned())).collect())
 }
 
 /// After a save nothing lies around that no manifest refers to.

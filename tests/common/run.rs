@@ -96,6 +96,23 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Writes a receipt about an acknowledged snapshot, if there is one.
+    pub(crate) fn write_receipt(&mut self, content: &str) -> Result<()> {
+        self.note(&format!("receipting {content}"));
+        let seq = self.journal.kept.values().last().copied();
+        let receipt = self.repository.write_receipt(seq, content)?;
+        self.note(&format!("receipted {} {content}", receipt.number));
+        Ok(())
+    }
+
+    /// Puts other content in an acknowledged receipt.
+    pub(crate) fn replace_receipt(&mut self, number: u64, content: &str) -> Result<()> {
+        self.note(&format!("replacing {number} {content}"));
+        self.repository.replace_receipt(number, content)?;
+        self.note(&format!("receipted {number} {content}"));
+        Ok(())
+    }
+
     fn beyond_last(&self, saved: Option<u64>) -> (Vec<u64>, Vec<u64>) {
         self.keep_last.map_or_else(Default::default, |count| self.journal.beyond_last(saved, count))
     }

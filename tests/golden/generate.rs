@@ -12,6 +12,7 @@ use varvite::format::marker::Marker;
 use varvite::format::model::{Body, ChunkRef, Codec, Entry, Header, PackRecord, Part, RankStructure, Shard};
 use varvite::format::names::{manifest_name, pack_name};
 use varvite::format::pack::{self, PackChunk, PackHeader, PackKind};
+use varvite::format::receipt::Receipt;
 use varvite::format::state_digest::state_digest;
 use varvite::format::tag::Tag;
 use varvite::tensor::Dtype;
@@ -41,6 +42,12 @@ pub(crate) fn files() -> Vec<(String, Vec<u8>)> {
     let compressed_header = Header { seq: 3, parent: Some(2), ..header_of(&compressed_body, 3, 0) };
     let marker = Marker::new(REPOSITORY_ID.to_owned());
     let tag = Tag { seq: 1, created_at_unix_ms: CREATED_AT_UNIX_MS };
+    let receipt = Receipt {
+        number: 1,
+        seq: Some(2),
+        created_at_unix_ms: CREATED_AT_UNIX_MS,
+        content: json(r#"{"note":"opaque to the engine"}"#),
+    };
 
     let mut damaged_body = delta_manifest.clone();
     *damaged_body.last_mut().unwrap() ^= 0x20;
@@ -54,6 +61,7 @@ pub(crate) fn files() -> Vec<(String, Vec<u8>)> {
     vec![
         ("repository/varvite.json".to_owned(), marker.encode().unwrap()),
         ("repository/tags/first".to_owned(), tag.encode().unwrap()),
+        ("repository/receipts/1.json".to_owned(), receipt.encode().unwrap()),
         (format!("repository/packs/{}", base.pack_name()), base.pack()),
         (format!("repository/packs/{}", delta.pack_name()), delta.pack()),
         (

@@ -12,6 +12,7 @@ mod merging;
 mod opening;
 mod races;
 mod ranks;
+mod receipts;
 mod reuse;
 mod round_trip;
 mod tensors;

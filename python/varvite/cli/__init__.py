@@ -1,4 +1,4 @@
-"""The command line: `varvite ls`, `show`, `diff`, `verify`, `du`, `prune`, `pin`, `unpin`, `doctor`.
+"""The command line: looks at repositories, checks them, and decides what stays.
 
 Data goes to stdout, messages to stderr; with `--json` stdout holds one object that names its schema.
 No command imports torch; numpy is imported by `diff` where tensors differ, rich where something is drawn

@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "show": ("showing", "Show one snapshot and its tensors."),
     "diff": ("comparing", "Compare two snapshots."),
     "verify": ("checking", "Check bytes against their digests."),
+    "receipts": ("resuming", "List what was restored, and how it went on."),
     "du": ("usage", "Show what takes the space."),
     "prune": ("retaining", "Remove what no policy keeps."),
     "merge": ("merging", "Rewrite old packs, so that they can go."),

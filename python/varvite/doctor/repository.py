@@ -1,4 +1,4 @@
-"""The checks of a repository: who holds it, what a crash has left, and which snapshots can't be read."""
+"""The checks of a repository: who holds it, what a crash has left, and what can't be read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from varvite.doctor.checks import Check
 from varvite.doctor.probes import lock_state
 from varvite.records import format_bytes
+from varvite.training.receipts import scan_receipts
 
 if TYPE_CHECKING:
     from varvite._native import Engine
@@ -23,7 +24,12 @@ def examine_repository(engine: Engine) -> list[Check]:
     """Runs all checks of a repository that is open for reading; it changes nothing."""
     root = Path(engine.root)
     is_held, text = lock_state(root / "writer.lock")
-    return [_snapshots(engine), _lock(is_held, text), _staged(root / "tmp", is_held=is_held)]
+    return [
+        _snapshots(engine),
+        _receipts(engine),
+        _lock(is_held, text),
+        _staged(root / "tmp", is_held=is_held),
+    ]
 
 
 def _snapshots(engine: Engine) -> Check:
@@ -38,6 +44,16 @@ def _snapshots(engine: Engine) -> Check:
     first_seq, why = damaged[0]
     value = f"{len(headers)} readable, {len(damaged)} damaged"
     return Check("snapshots", value, "bad", f"snapshot {first_seq}: {why}", facts)
+
+
+def _receipts(engine: Engine) -> Check:
+    found, damaged = scan_receipts(engine)
+    facts = {"count": len(found), "damaged": [{"number": number, "why": why} for number, why in damaged]}
+    if not damaged:
+        return Check("receipts", f"{len(found)}, all readable" if found else "none", facts=facts)
+    number, why = damaged[0]
+    value = f"{len(found)} readable, {len(damaged)} damaged"
+    return Check("receipts", value, "warn", f"receipt {number}: {why}; no snapshot needs it", facts)
 
 
 def _lock(is_held: bool, text: str) -> Check:
