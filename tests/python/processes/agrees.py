@@ -35,7 +35,7 @@ def largest_of_each(rank):
 
 
 def signal_at_different_steps(rank):
-    """The flag comes after step 2 on one rank and after step 3 on the other, each beside a training collective."""
+    """The flag comes after step 2 on one rank and after step 3 on the other."""
     import torch
 
     with StopSignal(slurm=False, margin_seconds=0) as stop:
@@ -192,7 +192,7 @@ def rank_of(case, rank, world_size, path, writer):
     try:
         join(rank, world_size, path)
         seen = case(rank)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the parent prints it
         seen = traceback.format_exc()
     os.write(writer, json.dumps(seen).encode())
     os._exit(0)
