@@ -127,7 +127,7 @@ class _ShieldedInit:
             os._exit(0)  # as torch's own handler does when the trainer ends a worker
 
     def _ignore_to_the_end(self) -> None:
-        # The interpreter puts every handler of Python's back to the default, and leaves what is ignored alone.
+        # The interpreter puts handlers back to the default when it ends, and leaves what is ignored alone.
         for number in self._signals:
             signal.signal(number, signal.SIG_IGN)
 

@@ -1,9 +1,8 @@
-"""Ranks that decide together, as forked processes over gloo; prints a JSON object of what each rank saw, by case.
+"""Ranks that decide together, as forked processes over gloo; prints as JSON what each rank saw, by case.
 
 One process does all cases: importing torch is most of the time.
 """
 
-import datetime
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -183,7 +183,7 @@ def join(rank, world_size, path):
         store=dist.FileStore(path, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=timedelta(seconds=20),
     )
 
 
