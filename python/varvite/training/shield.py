@@ -5,7 +5,8 @@ next batch raises, and the last save is never made. Three times of a worker's li
 
 - Until it runs `worker_init_fn` it has the handlers it was born with, and then torch's own, which end it on
   SIGTERM. So it is started with the signals blocked, a state that processes inherit.
-- While it works it ignores them, and system calls that they interrupt go on.
+- While it works it ignores them, and system calls that they interrupt go on. At its end it goes on to do so,
+  when the interpreter that is taken down has no handlers any more.
 - When the trainer ends or lets it go, SIGTERM has to end it, for that is how `multiprocessing` ends workers
   before it waits for them: one that ignored it would keep the trainer from ever ending.
 """
@@ -114,6 +115,7 @@ class _ShieldedInit:
             # Not `SIG_IGN`, which programs that a worker starts would inherit.
             signal.signal(number, self._ignore)
             signal.siginterrupt(number, False)
+        atexit.register(self._ignore_to_the_end)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         if self._init_fn is not None:
             self._init_fn(worker_id)
@@ -123,6 +125,11 @@ class _ShieldedInit:
         poll.register(self._released.fileno(), select.POLLIN)
         if poll.poll(0):
             os._exit(0)  # as torch's own handler does when the trainer ends a worker
+
+    def _ignore_to_the_end(self) -> None:
+        # The interpreter puts handlers back to the default when it ends, and leaves what is ignored alone.
+        for number in self._signals:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
-"""Ranks that decide together, as forked processes over gloo; prints a JSON object of what each rank saw, by case.
+"""Ranks that decide together, as forked processes over gloo; prints as JSON what each rank saw, by case.
 
 One process does all cases: importing torch is most of the time.
 """
 
-import datetime
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -35,7 +35,7 @@ def largest_of_each(rank):
 
 
 def signal_at_different_steps(rank):
-    """The flag comes after step 2 on one rank and after step 3 on the other, each beside a training collective."""
+    """The flag comes after step 2 on one rank and after step 3 on the other."""
     import torch
 
     with StopSignal(slurm=False, margin_seconds=0) as stop:
@@ -183,7 +183,7 @@ def join(rank, world_size, path):
         store=dist.FileStore(path, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=timedelta(seconds=20),
     )
 
 
@@ -192,7 +192,7 @@ def rank_of(case, rank, world_size, path, writer):
     try:
         join(rank, world_size, path)
         seen = case(rank)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the parent prints it
         seen = traceback.format_exc()
     os.write(writer, json.dumps(seen).encode())
     os._exit(0)

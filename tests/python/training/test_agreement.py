@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 from support import run_child
@@ -11,6 +12,7 @@ from varvite.errors import InvalidInputError
 from varvite.training.agreement import Agreement
 from varvite.training.autosave import Autosave
 from varvite.training.boundary import Boundary, Decision
+from varvite.training.stop import StopSignal
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,8 @@ from varvite.training.stop import StopSignal
 with StopSignal() as stop:
     assert Boundary(stop).decide(0).stop is None
     stop.done()
-print(sorted({"torch", "numpy", "multiprocessing", "http.client"} & set(sys.modules)), threading.active_count())
+heavy = {"torch", "numpy", "multiprocessing", "http.client"}
+print(sorted(heavy & set(sys.modules)), threading.active_count())
 """
     assert run_python(program) == "[] 1"
 
@@ -108,14 +111,12 @@ def test_a_boundary_without_anything_decides_nothing():
 
 
 def test_a_step_that_is_saved_is_not_saved_again_for_the_stop():
-    from varvite.training.stop import StopSignal
-
     stop = StopSignal((), slurm=False)
     autosave = Autosave(every_steps=2)
     boundary = Boundary(stop, autosave)
     assert boundary.decide(1).save
     autosave.saved(1, 0.1)
-    stop._signal = __import__("signal").SIGTERM
+    stop._signal = signal.SIGTERM
     decision = boundary.decide(1)
     assert (str(decision.stop), decision.save) == ("SIGTERM came to rank 0", False)
     assert boundary.decide(2).save
