@@ -429,7 +429,15 @@ def test_offline_nothing_can_be_appended_to(service, monkeypatch, mode, how):
     monkeypatch.setenv("WANDB_MODE", how)
     with pytest.raises(InvalidInputError, match=f"the library is `{how}`"):
         open_tracker("wandb", other, mode, next_step=3, library=service)
+    monkeypatch.delenv("WANDB_MODE")
+    with pytest.raises(InvalidInputError, match=f"the library is `{how}`"):
+        open_tracker("wandb", other, mode, next_step=3, library=service, wandb_mode=how)
     assert len(service.inits) == 1
+
+
+def test_offline_a_run_can_be_new(service):
+    open_tracker("wandb", RunIdentity(), "new", project="p", library=service, wandb_mode="offline")
+    assert service.inits[-1]["mode"] == "offline"
 
 
 def test_wandb_options_that_the_mode_decides_are_refused(service):
