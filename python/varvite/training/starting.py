@@ -246,6 +246,13 @@ def start_warm(
         )
 
 
+def _nothing_given(verb: str) -> InvalidInputError:
+    reason = "no object is given"
+    return InvalidInputError(
+        f"cannot {verb}: {reason}", hint="pass it by keyword: model=model", what="objects", reason=reason
+    )
+
+
 class _LiveWeight(NamedTuple):
     """A tensor or extra state of a live module: keyword of the module, key in its state dict, value."""
 
@@ -282,13 +289,7 @@ def _live_weights(modules: Mapping[str, Any]) -> dict[str, _LiveWeight]:
                 reason=reason,
             )
     if not modules:
-        reason = "no module is given"
-        raise InvalidInputError(
-            f"cannot warm start: {reason}",
-            hint="pass it by keyword: model=model",
-            what="modules",
-            reason=reason,
-        )
+        raise _nothing_given("warm start")
     live = {}
     for keyword, module in modules.items():
         state = module_state(module)
@@ -408,6 +409,8 @@ def fork_run(
         over_snapshots: Go on although the run's own repository holds snapshots.
     """
     identities, others = _split(objects)
+    if not others:
+        raise _nothing_given("fork")
     _refuse_used(engine, "fork", over_snapshots=over_snapshots)
     for identity in identities.values():
         label = identity.name or label

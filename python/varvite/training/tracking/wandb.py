@@ -32,6 +32,7 @@ class WandbTracker:
         run_id: Id of the run in the service.
         next_step: First step that will be logged.
         parent_id: Id of the run to fork from.
+        wandb_mode: What `wandb.init` calls its `mode`, such as `offline`; by default that of the environment.
         library: The module to use instead of `wandb`.
         **options: Further arguments of `wandb.init`, such as `name`, `entity` and `config`.
 
@@ -58,6 +59,7 @@ class WandbTracker:
         mode: str = "new",
         next_step: int = 0,
         parent_id: str | None = None,
+        wandb_mode: str | None = None,
         library: Any = None,
         **options: Any,
     ) -> None:
@@ -76,7 +78,9 @@ class WandbTracker:
             wanted["fork_from"] = f"{parent_id}?_step={next_step - 1}"
         else:
             raise refuse("mode", mode, "must be one of `new`, `append`, `fork`")
-        how = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
+        if wandb_mode is not None:
+            wanted["mode"] = wandb_mode
+        how = wandb_mode or os.environ.get("WANDB_MODE") or "online"
         if mode != "new" and how not in ("online", "shared"):
             reason = f"the library is `{how}`, and only the service can {mode}"
             raise refuse("mode", mode, reason, 'go online, or pass mode="new"')
