@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from varvite.errors import CorruptionError, InvalidInputError, StoreError
 from varvite.notices import warn
+from varvite.objects import LABELS_KEY
 from varvite.plain import type_name
 from varvite.records import SnapshotInfo
 from varvite.state import from_text, unflatten
@@ -81,7 +82,8 @@ def info_reader(engine: Engine) -> Callable[[Report], SnapshotInfo]:
 
 def make_info(header: Header, tags: dict[int, list[str]]) -> SnapshotInfo:
     """Makes the public record of a snapshot's header."""
-    metadata = unflatten(from_text(header["metadata"]), _no_leaf)
+    tree = unflatten(from_text(header["metadata"]), _no_leaf)
+    metadata = tree if isinstance(tree, dict) else {}
     return SnapshotInfo(
         seq=header["seq"],
         step=header["step"],
@@ -89,7 +91,7 @@ def make_info(header: Header, tags: dict[int, list[str]]) -> SnapshotInfo:
         created_at=datetime.fromtimestamp(header["created_at_unix_ms"] / 1000, tz=UTC),
         world_size=header["world_size"],
         metrics=dict(header["metrics"]),
-        metadata=metadata if isinstance(metadata, dict) else {},
+        metadata={key: value for key, value in metadata.items() if key != LABELS_KEY},
         kind=header["kind"],
         raw_bytes=header["raw_bytes"],
         stored_bytes=header["stored_bytes"],

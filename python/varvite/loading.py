@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import InvalidInputError, TensorNotFoundError
-from varvite.objects import positional_objects, read_tree
+from varvite.objects import labels_in, positional_objects, read_tree
 from varvite.plain import loaded
 from varvite.plans import Problems
 from varvite.reading import EntryRow, SnapshotView
@@ -50,7 +50,7 @@ def load_objects(
         TensorNotFoundError: The snapshot has no such object; lists what it has.
     """
     state_tree, objects = read_tree(view.reader.structure())
-    known = {**positional_objects(state_tree), **objects}
+    known = {**positional_objects(state_tree), **objects, **labels_in(view.header["metadata"])}
     trees: dict[str, Any] = {}
     for keyword in keywords:
         if keyword not in known:

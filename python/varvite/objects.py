@@ -21,16 +21,22 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "LABELS_KEY",
     "SavedObject",
     "SavedTree",
     "flatten_state",
     "kind_of",
+    "labels_in",
     "module_state",
     "modules_among",
     "positional_objects",
     "read_tree",
+    "split_labels",
     "stateful_of",
 ]
+
+LABELS_KEY = "varvite"
+"""Key of the metadata under which labels are kept."""
 
 KINDS = ("module", "optimizer", "stateful", "nest")
 
@@ -69,6 +75,37 @@ def kind_of(value: Any) -> str:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "stateful"
     return "nest"
+
+
+def split_labels(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the labels among objects, and the others.
+
+    A label is an object whose class has `is_label = True`: it says whose a state is, and is no part of it. It
+    is saved with the header and not counted by the state digest, so that two runs that came to the same state
+    have the same digest.
+
+    Example:
+        >>> from varvite.training import RunIdentity
+        >>> labels, others = split_labels({"run": RunIdentity(), "epoch": {"number": 3}})
+        >>> list(labels), list(others)
+        (['run'], ['epoch'])
+    """
+    labels = {
+        keyword: value for keyword, value in objects.items() if getattr(value, "is_label", False) is True
+    }
+    return labels, {keyword: value for keyword, value in objects.items() if keyword not in labels}
+
+
+def labels_in(metadata_text: str) -> dict[str, SavedObject]:
+    """Returns the labels that the metadata of a header holds, by keyword.
+
+    Example:
+        >>> labels_in('{"dict":[["varvite",{"dict":[["run",{"dict":[]}]]}]]}')
+        {'run': SavedObject(kind='stateful', structure={'dict': []})}
+    """
+    kept = positional_objects(from_text(metadata_text)).get(LABELS_KEY)
+    nests = {} if kept is None else positional_objects(kept.structure)
+    return {keyword: SavedObject("stateful", nest.structure) for keyword, nest in nests.items()}
 
 
 def stateful_of(keyword: str, value: Any) -> Any:

@@ -17,6 +17,7 @@ from varvite.objects import (
     SavedObject,
     SavedTree,
     kind_of,
+    labels_in,
     module_state,
     modules_among,
     positional_objects,
@@ -85,6 +86,7 @@ def restore_objects(
     """
     state_tree, saved = read_tree(view.reader.structure()) if tree is None else tree
     positional = positional_objects(state_tree)
+    labels = labels_in(view.header["metadata"])
     settings = dict(override)
     allow_narrowing = bool(settings.pop("allow_narrowing", False))
     modules = modules_among(objects)
@@ -92,7 +94,7 @@ def restore_objects(
     found = Problems()
     plans: dict[str, ObjectPlan] = {}
     for keyword, value in objects.items():
-        known = saved.get(keyword) or positional.get(keyword)
+        known = saved.get(keyword) or labels.get(keyword) or positional.get(keyword)
         if known is None:
             found.missing.append(keyword)
             continue

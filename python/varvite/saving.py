@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from varvite._native import SaveTensors, Walk
 from varvite.casting import CastRules
 from varvite.errors import InvalidInputError
-from varvite.objects import flatten_state
+from varvite.objects import LABELS_KEY, flatten_state, split_labels
 from varvite.plain import type_name
 from varvite.staging import Staging
 from varvite.state import flatten
@@ -64,9 +64,10 @@ def describe_save(
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < _STEP_LIMIT:
         reason = f"must be a whole number from 0 to 2^63 - 1, not {type_name(step)} {step!r}"
         raise InvalidInputError(f"invalid step: {reason}", what="step", reason=reason)
-    tensors = SaveTensors() if staging is None else staging.begin(objects)
+    labels, others = split_labels(objects)
+    tensors = SaveTensors() if staging is None else staging.begin(others)
     walk = Walk()
-    structure = flatten_state(walk, state, objects)
+    structure = flatten_state(walk, state, others)
     own_walk = Walk()
     rank_structure = own_walk.flatten({"rng": rng_state.capture()}, "") if rng else None
     tensors.add(walk)
@@ -77,7 +78,7 @@ def describe_save(
         staging.mark(tensors)
     texts = {
         "metrics": _read_metrics(metrics),
-        "metadata": _metadata_text(metadata),
+        "metadata": _metadata_text(metadata, labels),
         "structure": structure,
         "rank_structure": rank_structure,
     }
@@ -111,11 +112,19 @@ def _as_float(value: Any) -> float | None:
         return None
 
 
-def _metadata_text(metadata: Mapping[str, Any] | None) -> str:
+def _metadata_text(metadata: Mapping[str, Any] | None, labels: Mapping[str, Any]) -> str:
     if metadata is not None and not isinstance(metadata, dict):
         reason = f"must be a dict of plain values, not {type_name(metadata)}"
         raise InvalidInputError(f"invalid metadata: {reason}", what="metadata", reason=reason)
-    flat = flatten(dict(metadata or {}), prefix=("metadata",))
+    known = dict(metadata or {})
+    if LABELS_KEY in known:
+        reason = "Varvite keeps what says whose a snapshot is under this key"
+        raise InvalidInputError(
+            f"invalid metadata `{LABELS_KEY}`: {reason}", what=f"metadata.{LABELS_KEY}", reason=reason
+        )
+    if labels:
+        known[LABELS_KEY] = {keyword: label.state_dict() for keyword, label in labels.items()}
+    flat = flatten(known, prefix=("metadata",))
     if flat.leaves:
         reason = "metadata is read with the header: put tensors and arrays in the state"
         raise InvalidInputError(

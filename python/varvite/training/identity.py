@@ -82,6 +82,8 @@ class Origin:
 class RunIdentity:
     """The identity of a training run, saved under a keyword of its own.
 
+    It is a label: kept with the header, and no part of the state digest.
+
     Each rank makes one; only what the coordinator's holds is saved.
 
     Args:
@@ -102,6 +104,8 @@ class RunIdentity:
         >>> len(run.run_id), run.restart_count, run.origin
         (32, 0, None)
     """
+
+    is_label = True
 
     def __init__(self, name: str | None = None) -> None:
         """Makes the identity of a new run."""

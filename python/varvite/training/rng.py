@@ -180,7 +180,9 @@ def derive(seed: int, rank: int, step: int) -> list[str]:
 
     names = ["python"]
     _global_python().seed(number("python"))
-    numpy_random, torch = loaded("numpy.random"), loaded("torch")
+    # NumPy imports this part of itself on first use, and would then seed it from the machine's entropy.
+    numpy_random = None if loaded("numpy") is None else _library("numpy.random")
+    torch = loaded("torch")
     if numpy_random is not None:
         names.append("numpy")
         kind = numpy_random.get_state(legacy=False)["bit_generator"]

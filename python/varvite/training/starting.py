@@ -22,7 +22,7 @@ from varvite import names
 from varvite.errors import CheckpointError, InvalidInputError, MismatchError, StoreError
 from varvite.facts import make_info, read_tags, reference_text
 from varvite.loading import load_objects
-from varvite.objects import SavedObject, SavedTree, kind_of, module_state, read_tree
+from varvite.objects import SavedObject, SavedTree, kind_of, labels_in, module_state, read_tree, split_labels
 from varvite.plain import corrupt, type_name
 from varvite.plans import may_convert
 from varvite.reading import SnapshotView
@@ -31,7 +31,7 @@ from varvite.repository import Ref, Repository
 from varvite.restore import Restored, SavedName, is_extra, restore_objects
 from varvite.state import Json, StateDict, shown_prefix, structure_names, unflatten
 from varvite.tensors import describe
-from varvite.training.identity import Origin, RunIdentity, read_run
+from varvite.training.identity import Origin, read_run
 from varvite.weights.rules import KeyPlan, KeyRules, plan_keys
 
 if TYPE_CHECKING:
@@ -148,12 +148,6 @@ def _refuse_used(engine: Engine, verb: str, *, over_snapshots: bool) -> None:
     )
 
 
-def _split(objects: Mapping[str, Any]) -> tuple[dict[str, RunIdentity], dict[str, Any]]:
-    """Returns the identities among objects, which begin anew, and the objects to restore."""
-    identities = {keyword: one for keyword, one in objects.items() if isinstance(one, RunIdentity)}
-    return identities, {keyword: one for keyword, one in objects.items() if keyword not in identities}
-
-
 # ---- warm start --------------------------------------------------------------------------------
 
 
@@ -185,7 +179,7 @@ def plan_warm_start(
         2 of 2 names would be loaded
           rule `net` gives `model`: 2 names
     """
-    _, given = _split(modules)
+    _, given = split_labels(modules)
     live = _live_weights(given)
     with _opened(source, ref, rank=0, verb="plan a warm start", own_id=None) as opened:
         return _plan(live, _saved_weights(opened.view), rules, given)
@@ -219,7 +213,7 @@ def start_warm(
         over_snapshots: Go on although the run's own repository holds snapshots.
     """
     verb = "warm start"
-    identities, modules = _split(objects)
+    identities, modules = split_labels(objects)
     _refuse_used(engine, verb, over_snapshots=over_snapshots)
     live = _live_weights(modules)
     with _opened(source, ref, rank=rank, verb=verb, own_id=engine.repository_id) as opened:
@@ -408,7 +402,7 @@ def fork_run(
         allow_narrowing: Values may be rounded.
         over_snapshots: Go on although the run's own repository holds snapshots.
     """
-    identities, others = _split(objects)
+    identities, others = split_labels(objects)
     if not others:
         raise _nothing_given("fork")
     _refuse_used(engine, "fork", over_snapshots=over_snapshots)
@@ -446,8 +440,7 @@ def fork_run(
 def _origin_of_fork(source: Source, keyword: str) -> Origin:
     """Returns where a fork begins, with what the parent's own identity says where it was saved."""
     origin = source.origin("fork")
-    _, objects = read_tree(source.view.reader.structure())
-    if keyword not in objects:
+    if keyword not in labels_in(source.view.header["metadata"]):
         return origin
     state = load_objects(source.view, [keyword], device=None, mmap=False)[keyword]
     run_id, trackers = read_run(state)

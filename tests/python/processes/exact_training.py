@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def live(case: dict) -> int:
     numbers = PerSampleRandom(Numbers(), seed=5)
     job = Job(
         folder=folder / "checkpoints",
-        steps=4 * case["every"],
+        steps=5 * case["every"],
         seed=11,
         model=lambda: build_model(kind),
         optimizer=lambda model: build_optimizer(kind, model),
@@ -170,13 +171,17 @@ def live(case: dict) -> int:
         ),
         loss=life.loss,
         autosave={"every_steps": case["every"]},
-        manager={"keep": keep.last(1), "threads": 1, "fsync": case["fsync"]},
+        manager={"keep": keep.last(1), "threads": 1, "fsync": False},
     )
-    return int(run_training(job, hooks=[life]).exit_code)
+    with life.log:
+        return int(run_training(job, hooks=[life]).exit_code)
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        # Once here, so that what is imported on the way is there in each fork.
+        live({"folder": folder, "kind": "cosine", "every": 1, "workers": 0, "point": "", "native": []})
     print("ready", flush=True)
     for line in sys.stdin:
         process = os.fork()

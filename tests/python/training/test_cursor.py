@@ -26,9 +26,7 @@ GOLDEN = [8, 7, 6, 3, 2, 1, 0, 4, 9, 5]
 def take(cursor: Cursor, world_size: int, *, drop_last: bool, shuffle: bool = True) -> list[list[int]]:
     """Returns what each rank takes of the rest of the epoch."""
     order = epoch_order(cursor, shuffle=shuffle)
-    return [
-        list(indices(cursor, order, rank, world_size, drop_last=drop_last)) for rank in range(world_size)
-    ]
+    return [list(indices(cursor, order, rank, world_size, drop_last=drop_last)) for rank in range(world_size)]
 
 
 def start(length: int, *, seed: int = 0, epoch: int = 0) -> Cursor:
@@ -69,10 +67,10 @@ def test_any_sequence_of_world_sizes_takes_each_sample_of_the_epoch_once(
         if cursor.epoch or share(cursor, world_size, drop_last=drop_last) == 0:
             break
         rows = take(cursor, world_size, drop_last=drop_last, shuffle=shuffle)
-        cut = min(cut, len(rows[0]))
+        steps = min(cut, len(rows[0]))
         # Step by step, as the ranks run: the r-th of each step is the rank's.
-        taken += [rows[rank][step] for step in range(cut) for rank in range(world_size)]
-        cursor = cursor.advance(cut * world_size)
+        taken += [rows[rank][step] for step in range(steps) for rank in range(world_size)]
+        cursor = cursor.advance(steps * world_size)
     if cursor.epoch == 0:  # the rest, by one rank
         assert taken == [int(index) for index in order[: cursor.position]]
         taken += take(cursor, 1, drop_last=False, shuffle=shuffle)[0]

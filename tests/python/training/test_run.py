@@ -186,9 +186,7 @@ def test_micro_batches_are_averaged_to_one_update(tmp_path):
         hooks=[whole],
     )
     parts = Record()
-    run_training(
-        job(tmp_path / "parts", 1, micro_batches=5, model=lambda: nn.Linear(1, 1)), hooks=[parts]
-    )
+    run_training(job(tmp_path / "parts", 1, micro_batches=5, model=lambda: nn.Linear(1, 1)), hooks=[parts])
     assert parts.losses == pytest.approx(whole.losses, rel=1e-6)
     with (
         CheckpointManager(tmp_path / "whole" / "run") as left,
@@ -267,9 +265,7 @@ def test_metrics_go_to_the_tracker_and_evaluations_into_the_snapshot(tmp_path):
         modes.append((run.model.training, torch.is_grad_enabled()))
         return {"accuracy": run.progress.step / 10}
 
-    result = run_training(
-        job(tmp_path, 6, tracker=lambda run: tracker, evaluate=evaluate, evaluate_every=3)
-    )
+    result = run_training(job(tmp_path, 6, tracker=lambda run: tracker, evaluate=evaluate, evaluate_every=3))
     assert modes == [(False, False), (False, False)]
     assert [step for step, _ in tracker.rows] == [0, 1, 2, 2, 3, 4, 5, 5]
     assert set(tracker.rows[0][1]) == {"loss", "grad_norm", "anomalies"}

@@ -140,7 +140,7 @@ def test_on_any_sequence_of_world_sizes_each_sample_comes_once(
             ]
         states = [sampler.state_dict() for sampler in samplers]
         assert all(one == states[0] for one in states)
-        if samplers[0].epoch > 0:  # the epoch has ended: what is left out or given twice is what was asked for
+        if samplers[0].epoch > 0:  # the epoch has ended: left out or given twice is what was asked for
             if not given_out or taken == []:
                 return
             tail = order[len(taken) :]

@@ -598,7 +598,11 @@ def test_any_name_makes_a_legal_pin(parent, manager, name):
 
 
 def test_what_lies_under_the_keyword_of_the_identity_must_be_one(parent, manager):
-    parent.save_sync(0, model=network(), run={"id": "w"})
+    class Forged(RunIdentity):
+        def state_dict(self) -> dict[str, Any]:
+            return {"id": "w"}
+
+    parent.save_sync(0, model=network(), run=Forged())
     live = network()
     before = weights(live)
     with pytest.raises(CorruptionError, match="run identity"):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from varvite.training.loader import ResumableLoader
     from varvite.training.run.hooks import Hook
     from varvite.training.run.job import Job
+    from varvite.training.run.phases import Phases
     from varvite.training.stop import StopSignal
     from varvite.training.tracking import Tracker
     from varvite.training.trainable import TrainableMask
@@ -132,6 +133,7 @@ class Run:
         job: What to do.
         hooks: Told of the events.
         step_function: Does one step on a list of micro-batches.
+        phases: The functions that make its parts.
         agreement: Makes decisions equal on all ranks.
         stop: Knows when to stop.
         guard: Looks for NaN and infinity.
@@ -153,13 +155,15 @@ class Run:
         until: The loop ends before this step; at first the job's `steps`.
         pending: A save that runs in the background.
         committed_step: The step that was saved last.
-        verdict: Whether it goes on as before the restart, once that is known.
+        judged: The last restore, which the verdict is about.
+        verdict: Whether it goes on as before that, once it is known.
         metrics: Metrics of the newest step.
     """
 
     job: Job
     hooks: tuple[Hook, ...]
     step_function: StepFunction
+    phases: Phases
     agreement: Agreement = field(init=False)
     stop: StopSignal = field(init=False)
     guard: NonFiniteGuard = field(init=False)
@@ -181,6 +185,7 @@ class Run:
     until: int = field(init=False)
     pending: SaveHandle | None = None
     committed_step: int | None = None
+    judged: ResumeReport = field(init=False)
     verdict: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -189,8 +194,12 @@ class Run:
         self.until = self.job.steps
 
     def objects(self) -> dict[str, Any]:
-        """Returns what is saved and restored, by keyword. Nothing in it differs after an exact resume."""
+        """Returns what is saved and restored, by keyword.
+
+        Nothing in it differs after an exact resume but for the identity, which counts restarts.
+        """
         parts = {
+            "run": self.identity,
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
@@ -203,6 +212,13 @@ class Run:
             "data": self.data,
         }
         return {keyword: part for keyword, part in parts.items() if part is not None}
+
+    @property
+    def tracker_mode(self) -> str:
+        """How a tracker goes on: `append` after a resume or a rollback, `new` at the start of a run."""
+        from varvite.training.tracking import mode_after
+
+        return mode_after(self.judged)
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Tells all hooks of an event."""

@@ -62,8 +62,8 @@ def run_training(
         >>> result.exit_code.name, result.step, result.snapshot.step
         ('FINISHED', 5, 5)
     """
-    run = Run(job, tuple(hooks), training_step if step_fn is None else step_fn)
     phases = Phases() if phases is None else phases
+    run = Run(job, tuple(hooks), training_step if step_fn is None else step_fn, phases)
     try:
         run.agreement = phases.set_up_ranks(run)
         run.stop = phases.make_stop_signal(run)

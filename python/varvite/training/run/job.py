@@ -38,6 +38,7 @@ class Job:
         scaler: Makes a `torch.amp.GradScaler`.
         average: Makes an average of a model's weights that has `update_parameters(model)`, such as
             `torch.optim.swa_utils.AveragedModel`.
+        name: Name of the run, for people.
         set_up: Called first of all, in every process that runs the job: number of threads, deterministic
             kernels, default dtype. `prove_resume` needs the same there.
         seed: Seeds Python, NumPy and torch before the model is made. A resume restores the generators.
@@ -54,9 +55,9 @@ class Job:
         manager: Arguments of `CheckpointManager`, such as `{"keep": keep.last(3)}`.
         resume: Arguments of `CheckpointManager.resume`, such as `{"strict": False}`.
         begin: Called on a fresh start to begin from another run: it calls `warm_start` or `fork` of
-            `run.manager` and returns the report, or `None` for nothing.
-        tracker: Makes a tracker of metrics, after the restore, so that it knows `run.identity` and
-            `run.progress`.
+            `run.manager` with `run.identity` among the objects, and returns the report, or `None`.
+        tracker: Makes a tracker of metrics, after the restore and after each rollback:
+            `open_tracker("jsonl", run.identity, run.tracker_mode, next_step=run.progress.next_step, path=...)`.
         metadata: Saved with each snapshot.
     """
 
@@ -69,6 +70,7 @@ class Job:
     scheduler: Callable[[Any], Any] | None = None
     scaler: Callable[[], Any] | None = None
     average: Callable[[Any], Any] | None = None
+    name: str | None = None
     set_up: Callable[[], None] | None = None
     seed: int = 0
     micro_batches: int = 1

@@ -111,4 +111,7 @@ def _roll_back(run: Run) -> None:
     report = roll_back(run.manager, run.objects(), keep_position=["data"])
     run.committed_step = report.step
     watch_for_verdict(run, report)
+    # What it has logged of the steps that are given up goes with them.
+    run.tracker.close()
+    run.tracker = run.phases.make_tracker(run)
     run.tell("restored", report)

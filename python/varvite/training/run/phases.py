@@ -97,6 +97,7 @@ def restore(run: Run) -> ResumeReport:
     """Makes what else is saved, and restores everything from the newest snapshot, if there is one."""
     from varvite.training.autosave import Autosave
     from varvite.training.health import HealthMonitor
+    from varvite.training.identity import RunIdentity
     from varvite.training.loader import ResumableLoader
     from varvite.training.trainable import TrainableMask
 
@@ -107,6 +108,7 @@ def restore(run: Run) -> ResumeReport:
     run.monitor = HealthMonitor(**job.health)
     run.trainable = TrainableMask(run.model)
     run.progress = Progress()
+    run.identity = RunIdentity(job.name)
     run.data = ResumableLoader()
     run.tell("restoring")
     report = run.manager.resume(**{"ref": "latest", **job.resume}, **run.objects())

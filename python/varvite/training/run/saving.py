@@ -46,5 +46,4 @@ def note_durable(run: Run, *, wait: bool = False) -> None:
 
 
 def _what(run: Run) -> dict[str, Any]:
-    metadata = {**run.job.metadata, "run": run.identity.state_dict()}
-    return {"metrics": run.metrics, "metadata": metadata, **run.objects()}
+    return {"metrics": run.metrics, "metadata": run.job.metadata, **run.objects()}

@@ -14,20 +14,20 @@ __all__ = ["conclude", "watch_for_verdict"]
 
 def watch_for_verdict(run: Run, report: ResumeReport) -> None:
     """Has the monitor judge the first steps after a restore, and writes down what it finds."""
-    run.verdict = None
+    run.verdict, run.judged = None, report
     if not report.fresh:
         run.monitor.after_resume(lambda continuity: _write_down(run, continuity))
 
 
 def conclude(run: Run) -> str | None:
-    """Returns the verdict on the restart. Where the run ended before there was one, that is written down."""
-    if not run.report.fresh and run.verdict is None:
+    """Returns the verdict on the last restore; that the run ended before there was one is written down."""
+    if not run.judged.fresh and run.verdict is None:
         _write_down(run, run.monitor.continuity)
     return run.verdict
 
 
 def _write_down(run: Run, continuity: Continuity) -> None:
     run.verdict = continuity.verdict.value
-    if run.manager.last_receipt is not None:
+    if run.judged.receipt is not None:
         evidence = {"steps": list(continuity.steps), "scores": dict(continuity.scores)}
         run.manager.record_verdict(run.verdict, continuity.reason, evidence)
