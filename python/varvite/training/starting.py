@@ -151,6 +151,8 @@ def _refuse_used(engine: Engine, verb: str, *, over_snapshots: bool) -> None:
 def _split(objects: Mapping[str, Any]) -> tuple[dict[str, RunIdentity], dict[str, Any]]:
     """Returns the identities among objects, which begin anew, and the objects to restore."""
     identities = {keyword: one for keyword, one in objects.items() if isinstance(one, RunIdentity)}
+    for identity in identities.values():
+        identity.must_be_untracked()
     return identities, {keyword: one for keyword, one in objects.items() if keyword not in identities}
 
 
