@@ -114,6 +114,7 @@ class RunIdentity:
             raise InvalidInputError(f"invalid run name: {reason}", what="name", reason=reason)
         self.name = name
         self._given_name = name
+        self._trackers: dict[str, Recorded] = {}
         self.begin(None)
 
     def begin(self, origin: Origin | None) -> None:
@@ -124,6 +125,9 @@ class RunIdentity:
         Args:
             origin: The snapshot of another run that this one begins from.
 
+        Raises:
+            InvalidInputError: A tracker is open: it knows the run by an id that it would no longer have.
+
         Example:
             >>> run = RunIdentity()
             >>> before = run.run_id
@@ -131,13 +135,32 @@ class RunIdentity:
             >>> run.run_id == before
             False
         """
+        self.must_be_untracked()
         # Not of `random`: an id must draw nothing from the streams of the training.
         self.run_id = secrets.token_hex(16)
         self.started_at = datetime.now(UTC)
         self.restart_count = 0
         self.origin = origin
         self._saved_trackers: dict[str, TrackerRecord] = {}
-        self._trackers: dict[str, Recorded] = {}
+
+    def must_be_untracked(self) -> None:
+        """Refuses to become another run while a tracker is open, except one that tracks nothing.
+
+        Raises:
+            InvalidInputError: One is open.
+
+        Example:
+            >>> RunIdentity().must_be_untracked()
+        """
+        open_now = [backend for backend in self._trackers if backend != "null"]
+        if open_now:
+            reason = f"a tracker is open under the id it has: `{open_now[0]}`"
+            raise InvalidInputError(
+                f"cannot make an identity that of another run: {reason}",
+                hint="open trackers after resume, warm_start or fork",
+                what="identity",
+                reason=reason,
+            )
 
     def attach(self, backend: str, tracker: Recorded) -> None:
         """Has a tracker asked for its record at each save. `open_tracker` calls it.
@@ -183,6 +206,7 @@ class RunIdentity:
         Raises:
             CorruptionError: No `state_dict` gave it.
             UnsupportedFormatError: A newer version of Varvite gave it.
+            InvalidInputError: A tracker is open, and the saved run is another one.
 
         Example:
             >>> state = RunIdentity().state_dict()
@@ -192,15 +216,16 @@ class RunIdentity:
             varvite.errors.CorruptionError: corrupt restart_count in `structure`: expected a whole number \
             from 0, found: -1
         """
-        _read(state)
+        if _read(state).run_id != self.run_id:
+            self.must_be_untracked()
 
     def load_state_dict(self, state: Any) -> None:
         """Becomes the run that was saved, restarted once more; errors as `check_state_dict`.
 
-        Trackers that are open stay with it.
+        Going back within the run leaves its trackers open.
         """
-        saved = _read(state)
-        self._take(saved)
+        self.check_state_dict(state)
+        self._take(_read(state))
         self.restart_count += 1
 
     def _take(self, saved: _Saved) -> None:

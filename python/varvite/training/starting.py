@@ -31,7 +31,7 @@ from varvite.repository import Ref, Repository
 from varvite.restore import Restored, SavedName, is_extra, restore_objects
 from varvite.state import Json, StateDict, shown_prefix, structure_names, unflatten
 from varvite.tensors import describe
-from varvite.training.identity import Origin, read_run
+from varvite.training.identity import Origin, RunIdentity, read_run
 from varvite.weights.rules import KeyPlan, KeyRules, plan_keys
 
 if TYPE_CHECKING:
@@ -148,6 +148,14 @@ def _refuse_used(engine: Engine, verb: str, *, over_snapshots: bool) -> None:
     )
 
 
+def _split(objects: Mapping[str, Any]) -> tuple[dict[str, RunIdentity], dict[str, Any]]:
+    """Returns the identities among objects, which begin anew, and the objects to restore."""
+    labels, others = split_labels(objects)
+    for identity in labels.values():
+        identity.must_be_untracked()
+    return labels, others
+
+
 # ---- warm start --------------------------------------------------------------------------------
 
 
@@ -179,7 +187,7 @@ def plan_warm_start(
         2 of 2 names would be loaded
           rule `net` gives `model`: 2 names
     """
-    _, given = split_labels(modules)
+    _, given = _split(modules)
     live = _live_weights(given)
     with _opened(source, ref, rank=0, verb="plan a warm start", own_id=None) as opened:
         return _plan(live, _saved_weights(opened.view), rules, given)
@@ -213,7 +221,7 @@ def start_warm(
         over_snapshots: Go on although the run's own repository holds snapshots.
     """
     verb = "warm start"
-    identities, modules = split_labels(objects)
+    identities, modules = _split(objects)
     _refuse_used(engine, verb, over_snapshots=over_snapshots)
     live = _live_weights(modules)
     with _opened(source, ref, rank=rank, verb=verb, own_id=engine.repository_id) as opened:
@@ -402,7 +410,7 @@ def fork_run(
         allow_narrowing: Values may be rounded.
         over_snapshots: Go on although the run's own repository holds snapshots.
     """
-    identities, others = split_labels(objects)
+    identities, others = _split(objects)
     if not others:
         raise _nothing_given("fork")
     _refuse_used(engine, "fork", over_snapshots=over_snapshots)

@@ -81,6 +81,42 @@ def test_the_record_that_is_saved_is_the_one_of_the_moment(manager):
     assert run.trackers["null"]["last_step"] == 5
 
 
+class Tracker:
+    """Stands for an open one."""
+
+    def record(self) -> dict[str, Any]:
+        return {"backend": "jsonl", "last_step": 3}
+
+
+def test_an_open_tracker_stays_with_its_run_and_follows_no_other(manager):
+    run = RunIdentity()
+    run.attach("jsonl", Tracker())
+    manager.save(3, run=run)
+    manager.resume(run=run)  # back within the run
+    assert (run.restart_count, run.trackers["jsonl"]["last_step"]) == (1, 3)
+    other = RunIdentity()
+    other.attach("jsonl", Tracker())
+    before = other.state_dict()
+    with pytest.raises(InvalidInputError, match="a tracker is open under the id it has: `jsonl`") as caught:
+        manager.resume(run=other)
+    assert "open trackers after" in caught.value.hint
+    with pytest.raises(InvalidInputError, match="a tracker is open"):
+        other.begin(None)
+    assert_same(other.state_dict(), before)
+
+
+def test_a_new_beginning_carries_no_record_of_before(manager):
+    run = RunIdentity()
+    run.attach("jsonl", Tracker())
+    manager.save(3, run=run)
+    again = RunIdentity()
+    manager.resume(run=again)
+    assert again.trackers == run.trackers
+    again.begin(ORIGIN)
+    assert (again.trackers, again.origin, again.restart_count) == ({}, ORIGIN, 0)
+    assert again.run_id != run.run_id
+
+
 def test_a_peek_reads_no_tensor_and_counts_nothing(manager):
     run = RunIdentity("baseline")
     manager.save_sync(3, model=torch.nn.Linear(2, 2), run=run)

@@ -21,6 +21,7 @@ from varvite.errors import (
     StoreError,
 )
 from varvite.manager import open_for_tags
+from varvite.reading import SnapshotView
 from varvite.training.identity import RunIdentity
 from varvite.training.starting import plan_warm_start
 
@@ -284,6 +285,41 @@ def test_narrowing_is_asked_for_and_widening_is_not(parent, manager):
     wide = nn.Linear(2, 2).to(torch.float64)
     manager.warm_start(parent, model=wide)
     assert torch.equal(wide.weight, saved.double())
+
+
+def test_one_tensor_of_a_wider_dtype_is_enough_for_an_error(parent, manager):
+    parent.save_sync(0, model=nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
+    live = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).half()})
+    before = weights(live)
+    with pytest.raises(MismatchError, match="other dtypes") as caught:
+        manager.warm_start(parent, strict=False, model=live)
+    assert caught.value.mismatched == [
+        ("model.b.bias", "dtype", "float16", "float32"),
+        ("model.b.weight", "dtype", "float16", "float32"),
+    ]
+    assert_same(weights(live), before)
+
+
+def test_ties_are_ties_under_other_names_too(parent):
+    weight = torch.ones(2)
+    parent.save_sync(0, {"a": weight, "b": weight, "c": torch.ones(2)})
+    view = SnapshotView(parent._engine, 1, 0).renamed({"z": "c", "y": "b", "x": "a"})
+    buffers = view.allocate_for([{"tensor": "x"}, {"tensor": "y"}, {"tensor": "z"}])
+    assert buffers["x"] is buffers["y"]
+    assert buffers["x"] is not buffers["z"]
+    view.read(view.unique(buffers))
+    assert buffers["x"].tolist() == [1, 1]
+
+
+def test_a_run_with_an_open_tracker_begins_nowhere(parent, manager):
+    parent.save_sync(0, model=network())
+    live, run = network(), RunIdentity()
+    run.attach("wandb", FakeTracker())
+    before = weights(live)
+    for begin in (manager.warm_start, manager.fork):
+        with pytest.raises(InvalidInputError, match="a tracker is open"):
+            begin(parent, model=live, run=run)
+    assert_same(weights(live), before)
 
 
 def test_only_modules_start_warm(parent, manager):

@@ -108,7 +108,7 @@ def _set_mode(run: Run, *, training: bool) -> None:
 def _roll_back(run: Run) -> None:
     """Goes back to the newest healthy snapshot, but for the data: the same batch would do the same again."""
     note_durable(run, wait=True)
-    report = roll_back(run.manager, run.objects(), keep_position=["data"])
+    report = roll_back(run.manager, run.objects(), keep_position=["data", "run"])
     run.committed_step = report.step
     watch_for_verdict(run, report)
     # What it has logged of the steps that are given up goes with them.
