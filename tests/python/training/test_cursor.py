@@ -26,9 +26,7 @@ GOLDEN = [8, 7, 6, 3, 2, 1, 0, 4, 9, 5]
 def take(cursor: Cursor, world_size: int, *, drop_last: bool, shuffle: bool = True) -> list[list[int]]:
     """Returns what each rank takes of the rest of the epoch."""
     order = epoch_order(cursor, shuffle=shuffle)
-    return [
-        list(indices(cursor, order, rank, world_size, drop_last=drop_last)) for rank in range(world_size)
-    ]
+    return [list(indices(cursor, order, rank, world_size, drop_last=drop_last)) for rank in range(world_size)]
 
 
 def start(length: int, *, seed: int = 0, epoch: int = 0) -> Cursor:

@@ -148,7 +148,9 @@ def test_on_any_sequence_of_world_sizes_each_sample_comes_once(
             given_out += [sample for row in zip(*batches, strict=True) for sample in row]
         states = [sampler.state_dict() for sampler in samplers]
         assert all(one == states[0] for one in states)
-        if samplers[0].epoch > 0:  # the epoch has ended: what is left out or given twice is what was asked for
+        if (
+            samplers[0].epoch > 0
+        ):  # the epoch has ended: what is left out or given twice is what was asked for
             tail = order[len(taken) :]
             assert given_out[: len(tail)] == tail[: len(given_out)]
             return
@@ -296,7 +298,8 @@ def test_batches_out_of_order_can_only_be_saved_between_epochs():
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(InvalidInputError, match="in_order=False"):
-        epochs(loader, 1)
+        next(iter(sampler))
+    del iterator
     sampler.set_epoch(3)
     assert len(epochs(loader, 1)[0]) == 8
 
