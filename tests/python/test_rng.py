@@ -375,3 +375,69 @@ def test_unknown_generator_can_not_be_unregistered() -> None:
         rng.unregister("b")
     rng.unregister("a")
     assert "generators" not in rng.capture()
+
+
+# Derived states, and draws that leave no trace
+
+
+def test_derived_streams_differ_by_seed_rank_step_and_generator() -> None:
+    rng.register("shuffle", torch.Generator())
+    rng.register("augment", np.random.default_rng())
+    rng.register("choice", random.Random())
+
+    def numbers(*arguments: int) -> list[float]:
+        names = rng.derive(*arguments)
+        assert names == [*("python", "numpy", "torch"), *_GENERATORS]
+        shuffle, augment, choice = (rng._registered[name] for name in ("shuffle", "augment", "choice"))
+        drawn = torch.rand((), generator=shuffle).item()
+        return [*draws(), drawn, augment.random(), choice.random()]
+
+    rows = [numbers(*arguments) for arguments in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0))]
+    assert all(len(set(column)) == 4 for column in zip(*rows, strict=True))
+    assert len(set(rows[0])) == len(rows[0])
+    np.random.standard_normal()  # a half of a pair that is kept must not survive
+    random.gauss(0, 1)
+    assert numbers(0, 0, 0) == rows[3]
+
+
+_GENERATORS = ["generators.shuffle", "generators.augment", "generators.choice"]
+
+
+@pytest.mark.parametrize("arguments", [(-1, 0, 0), (0, True, 0), (0, 0, 1.5)])
+def test_derive_refuses_what_is_no_number(arguments: Any) -> None:
+    before = states()
+    with pytest.raises(InvalidInputError):
+        rng.derive(*arguments)
+    assert states() == before
+
+
+def test_what_is_drawn_unmoved_leaves_no_trace() -> None:
+    generator = torch.Generator()
+    rng.register("shuffle", generator)
+    before = states(), generator.get_state().tolist()
+    with pytest.raises(ZeroDivisionError), rng.unmoved():
+        draws()
+        torch.rand(3, generator=generator)
+        _ = 1 / 0
+    assert (states(), generator.get_state().tolist()) == before
+
+
+def test_only_the_one_draw_after_a_restore_is_taken_back() -> None:
+    def draw(generator: torch.Generator | None = None) -> int:
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+    own = torch.Generator().manual_seed(3)
+    rng.register("loader", own)
+    rng.restore(rng.capture())
+    before = states(), own.get_state().tolist()
+    assert rng.take_back_draw(draw())
+    assert rng.take_back_draw(draw(own))
+    assert (states(), own.get_state().tolist()) == before
+    value = draw()
+    torch.rand(())
+    moved = states()
+    assert not rng.take_back_draw(value)
+    assert not rng.take_back_draw(value + 1)
+    assert states() == moved
+    rng.unregister("loader")
+    assert not rng.take_back_draw(draw(own))

@@ -105,6 +105,7 @@ class Pass:
         count: Samples that this rank takes.
         gives: Samples among them that reach the loop: fewer where a loader drops an incomplete batch.
         handed_out: Samples that the sampler has yielded.
+        carries_epoch: Whether their indices carry the epoch.
     """
 
     def __init__(self, start: Cursor, count: int, world_size: int, source: Source | None) -> None:
@@ -112,6 +113,7 @@ class Pass:
         self.start = start
         self.count = self.gives = count
         self.handed_out = 0
+        self.carries_epoch = False
         self._world_size = world_size
         self._consumed: int | None = None
         self._doubt: str | None = None

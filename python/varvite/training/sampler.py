@@ -257,12 +257,10 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
             InvalidInputError: The pass before was broken off where the position can't be known, or the
                 position was set, or another pass begun, while this one ran.
         """
-        source = find_source(self, sys._getframe(1))  # noqa: SLF001 - see `find_source`
-        run = self._begin(source)
+        # Nothing here may hold the iterator, which holds this generator: in a cycle of references, its
+        # workers would live until the garbage is collected.
+        run = self._begin(find_source(self, sys._getframe(1)))  # noqa: SLF001 - see `find_source`
         order = epoch_order(run.start, shuffle=self._shuffle)
-        carries = takes_epoch(self._dataset) or (
-            source is not None and takes_epoch(source.iterator._dataset)  # noqa: SLF001
-        )
         for index in indices(run.start, order, self._rank, self._world_size, drop_last=self._drop_last):
             if self._pass is not run:
                 reason = "another pass was begun, or the position was set"
@@ -273,7 +271,7 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
                     reason=reason,
                 )
             run.handed_out += 1
-            yield EpochIndex(index, run.start.epoch) if carries else index
+            yield EpochIndex(index, run.start.epoch) if run.carries_epoch else index
 
     def _begin(self, source: Source | None) -> Pass:
         batch = source.batch_size if source is not None and source.drops_incomplete else None
@@ -282,8 +280,11 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
             self._next_start(), self._world_size, drop_last=self._drop_last, least=batch or 1
         )
         run = Pass(start, share(start, self._world_size, drop_last=self._drop_last), self._world_size, source)
-        if undo and source is not None:
-            rng.take_back_draw(source.iterator._base_seed)  # noqa: SLF001
+        run.carries_epoch = takes_epoch(self._dataset)
+        if source is not None:
+            run.carries_epoch = run.carries_epoch or takes_epoch(source.iterator._dataset)  # noqa: SLF001
+            if undo:
+                rng.take_back_draw(source.iterator._base_seed)  # noqa: SLF001
         self._pass = run
         self._restored = None
         return run
