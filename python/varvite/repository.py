@@ -375,12 +375,11 @@ class Repository:
                 what="verdict",
                 reason=reason,
             )
-        self._receipt = conclude(self._engine, self._receipt, verdict, reason, evidence)
-        return self._receipt
+        return conclude(self._engine, self._receipt, verdict, reason, evidence)
 
     def _with_receipt(self, report: ResumeReport, objects: Mapping[str, Any]) -> ResumeReport:
         """Writes the receipt of a report; what was restored stands also where that fails."""
-        settings = self._settings
+        settings, self._receipt = self._settings, None
         if settings.access != "write":
             return report
         try:

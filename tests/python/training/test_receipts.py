@@ -382,6 +382,8 @@ def test_a_missing_field_is_corrupt(name: str) -> None:
         ("environment", {"dict": 3}),
         ("evidence", {"dict": [["a", {"float": "x"}]]}),
         ("evidence", {"list": []}),
+        ("evidence", {"tuple": [1]}),
+        ("cursors", {"float": "nan"}),
     ],
 )
 def test_a_value_that_can_not_be_is_corrupt(name: str, value: Any) -> None:
