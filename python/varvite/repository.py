@@ -336,6 +336,14 @@ class Repository:
             raise InvalidInputError(f"invalid newest `{newest}`: {reason}", what="newest", reason=reason)
         return read_receipts(self._engine, newest)
 
+    @property
+    def last_receipt(self) -> Receipt | None:
+        """Receipt of what this manager has restored last, with its verdict once that is recorded.
+
+        `None` where nothing was restored, or no receipt could be written.
+        """
+        return self._receipt
+
     def record_verdict(
         self, verdict: str, reason: str = "", evidence: Mapping[str, Any] | None = None
     ) -> Receipt:
@@ -380,7 +388,7 @@ class Repository:
 
     def _with_receipt(self, report: ResumeReport, objects: Mapping[str, Any]) -> ResumeReport:
         """Writes the receipt of a report; what was restored stands also where that fails."""
-        settings = self._settings
+        settings, self._receipt = self._settings, None
         if settings.access != "write":
             return report
         try:

@@ -46,10 +46,12 @@ impl Repository {
     pub fn replace_receipt(&self, number: u64, content: &str) -> Result<Receipt> {
         self.shared.must_write("replace a receipt")?;
         let store = self.shared.store.as_ref();
-        let present = read(store, number).map_err(|error| match error.is_not_found() {
-            true => Error::invalid(format!("receipt {number}"), "it is not there, or no more"),
-            false => error,
-        })?;
+        let present = match read(store, number) {
+            Err(error) if error.is_not_found() => {
+                return Err(Error::invalid(format!("receipt {number}"), "it is not there, or no more"));
+            }
+            read => read?,
+        };
         let receipt = Receipt { content: json(content)?, ..present };
         store.put(&key_of(number)?, &receipt.encode()?, PutMode::Replace)?;
         Ok(receipt)

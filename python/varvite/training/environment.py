@@ -95,19 +95,20 @@ def _torch_settings(torch: ModuleType) -> dict[str, Any]:
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")[:_TEXT_LIMIT] or None,
-        "matmul_precision": _matmul_precision(torch),
+        "cuda_matmul_precision": _matmul_precision(torch, torch.backends.cuda),
+        "cpu_matmul_precision": _matmul_precision(torch, torch.backends.mkldnn),
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "devices": sorted({cuda.get_device_name(index) for index in range(device_count)}),
     }
 
 
-def _matmul_precision(torch: ModuleType) -> str:
-    """Returns how float32 products are computed on CUDA.
+def _matmul_precision(torch: ModuleType, backend: Any) -> str:
+    """Returns how products of float32 are computed: `none` and `highest` are in full.
 
     The older of torch's two ways to ask raises once a program has used the newer one to set it.
     """
-    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    newer = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
     return str(torch.get_float32_matmul_precision() if newer is None else newer)
 
 

@@ -71,7 +71,14 @@ def test_exit_codes_of_errors(error: errors.CheckpointError, code: int) -> None:
 
 def test_reading_changes_nothing(run: Path) -> None:
     before = tree(run)
-    for arguments in (["ls", run], ["show", run], ["diff", run, "10", "20"], ["du", run], ["doctor", run]):
+    for arguments in (
+        ["ls", run],
+        ["show", run],
+        ["diff", run, "10", "20"],
+        ["du", run],
+        ["doctor", run],
+        ["receipts", run],
+    ):
         assert varvite(*arguments).exit_code in (exits.OK, exits.FINDINGS)
     assert tree(run) == before
 

@@ -90,14 +90,26 @@ def test_settings_that_decide_about_bits_are_told(monkeypatch: pytest.MonkeyPatc
     assert found["devices"] == []
 
 
-def test_the_newer_way_to_set_precision_is_no_error(run_python: Callable[[str], str]) -> None:
-    program = """
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("pass", "none none"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "tf32 none"),
+        ("torch.backends.fp32_precision = 'tf32'", "tf32 tf32"),
+        ("torch.set_float32_matmul_precision('medium')", "tf32 bf16"),
+    ],
+)
+def test_the_precision_of_products_is_told_whichever_way_it_was_set(
+    run_python: Callable[[str], str], setting: str, expected: str
+) -> None:
+    program = f"""
 import torch
 from varvite.training.environment import describe_environment
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-print(describe_environment()["torch"]["matmul_precision"])
+{setting}
+found = describe_environment()["torch"]
+print(found["cuda_matmul_precision"], found["cpu_matmul_precision"])
 """
-    assert run_python(program) == "tf32"
+    assert run_python(program) == expected
 
 
 def test_devices_are_named_only_where_they_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +142,15 @@ def test_the_source_is_the_commit_of_the_programs_folder(program: Path) -> None:
     assert describe_environment()["git"] == {"commit": commit, "dirty": True}
 
 
+def test_a_repository_that_the_environment_names_is_not_taken_for_it(
+    program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commit = git(program.parent, "rev-parse", "HEAD")
+    git(tmp_path, "init", "-q", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    assert describe_environment()["git"] == {"commit": commit, "dirty": False}
+
+
 def test_the_source_is_read_once_a_process(program: Path) -> None:
     first = describe_environment()["git"]
     shutil.rmtree(program.parents[1] / ".git")
@@ -157,7 +178,6 @@ def test_a_program_named_by_the_repository_is_not_started(program: Path, tmp_pat
 def test_where_there_is_no_source_to_name_there_is_none(
     program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lack: str
 ) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     if lack in ("repository", "commit"):
         shutil.rmtree(program.parents[1] / ".git")
     if lack == "commit":

@@ -215,6 +215,7 @@ def test_a_verdict_completes_the_receipt_and_changes_nothing_else(folder: Path) 
         receipt = manager.record_verdict("discontinuous", "loss too high", evidence)
         evidence["loss"] = 0.0
         (found,) = manager.receipts()
+        assert manager.last_receipt is receipt
     assert before is not None
     assert found.evidence.keys() == {"loss", "ratio"}
     assert math.isnan(found.evidence["loss"])
@@ -237,10 +238,11 @@ def test_a_later_verdict_replaces_an_earlier_one_of_the_same_resume(folder: Path
 
 def test_a_verdict_needs_a_receipt_of_this_manager(folder: Path) -> None:
     with opened(folder) as manager:
+        assert manager.last_receipt is None
         with pytest.raises(InvalidInputError, match="restored nothing") as error:
             manager.record_verdict("continuous")
         assert "resume" in (error.value.hint or "")
-        resume(manager)
+        assert resume(manager).receipt is manager.last_receipt
         with pytest.raises(ValueError, match="shape"):
             manager.resume(weights=torch.zeros(4))
         with pytest.raises(InvalidInputError, match="restored nothing"):
@@ -382,6 +384,8 @@ def test_a_missing_field_is_corrupt(name: str) -> None:
         ("environment", {"dict": 3}),
         ("evidence", {"dict": [["a", {"float": "x"}]]}),
         ("evidence", {"list": []}),
+        ("evidence", {"tuple": [1]}),
+        ("cursors", {"float": "nan"}),
     ],
 )
 def test_a_value_that_can_not_be_is_corrupt(name: str, value: Any) -> None:
