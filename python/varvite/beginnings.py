@@ -74,7 +74,7 @@ class Beginnings(Repository):
         """
         self._must_be_open("warm start")
         self._settle()
-        return starting.start_warm(
+        report = starting.start_warm(
             self._engine,
             source,
             ref,
@@ -86,6 +86,7 @@ class Beginnings(Repository):
             allow_narrowing=allow_narrowing,
             over_snapshots=over_snapshots,
         )
+        return self._with_receipt(report, objects)
 
     def fork(
         self,
@@ -145,7 +146,7 @@ class Beginnings(Repository):
         """
         self._must_be_open("fork")
         self._settle()
-        return starting.fork_run(
+        report = starting.fork_run(
             self._engine,
             parent,
             ref,
@@ -158,3 +159,4 @@ class Beginnings(Repository):
             allow_narrowing=allow_narrowing,
             over_snapshots=over_snapshots,
         )
+        return self._with_receipt(report, objects)

@@ -20,7 +20,7 @@ from varvite.lifecycle import close_unheard, track
 from varvite.loading import load_rng
 from varvite.merging import BackgroundMerge
 from varvite.reading import SnapshotView
-from varvite.records import Mismatched, ResumeReport, SaveTimings, SnapshotInfo, Stats, SyncReport
+from varvite.records import ResumeReport, SaveTimings, SnapshotInfo, Stats, SyncReport
 from varvite.repository import Ref
 from varvite.restore import restore_objects
 from varvite.saving import describe_save
@@ -315,30 +315,34 @@ class CheckpointManager(Beginnings):
         generators = load_rng(view, self._settings.rank)
         restored = restore_objects(view, objects, strict=strict, override=override)
         self._engine.adopt(view.reader, restored.is_whole)
-        rng_skipped = [] if generators is None else rng_state.restore(generators)
         info = self._info(view.header)
-        found = restored.found
+        rng, rng_skipped = self._restore_rng(view, generators, info)
         report = ResumeReport(
             step=info.step,
             next_step=info.step + 1,
             fresh=False,
             snapshot=info,
-            restored=restored.restored,
-            matched=found.matched,
-            missing=found.missing,
-            unexpected=found.unexpected,
-            mismatched=[Mismatched(*row) for row in found.mismatched],
-            defaulted=found.defaulted,
-            never_stepped=found.never_stepped,
-            overridden=restored.overridden,
             skipped_snapshots=skipped,
-            rng="absent" if generators is None else "restored",
+            rng=rng,
             rng_skipped=rng_skipped,
-            loader=restored.loader,
             verified_bytes=view.verified_bytes,
+            **restored.fields(),
             digest=info.digest,
         )
         return self._with_receipt(report, objects)
+
+    def _restore_rng(
+        self, view: SnapshotView, generators: dict[str, Any] | None, info: SnapshotInfo
+    ) -> tuple[str, list[str]]:
+        """Restores the generators, last of all; returns what became of them, and of which not."""
+        rank = self._settings.rank
+        if generators is not None:
+            return "restored", rng_state.restore(generators)
+        if not view.reader.rank_structures():
+            return "absent", []
+        # Saved with fewer ranks: this one gets streams of its own, the same at each resume from here.
+        rng_state.derive(int(info.digest[:16], 16), rank, info.step)
+        return "derived", []
 
     def sync_now(self) -> SyncReport:
         """Pushes to the bucket; not built yet."""

@@ -27,6 +27,7 @@ from varvite.objects import (
 from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded
 from varvite.plans import ObjectPlan, Problems, may_convert
+from varvite.records import Mismatched
 from varvite.schedules import learning_rates, scale_schedules
 from varvite.state import flatten, state_dict_node, structure_leaves, structure_names, unflatten
 from varvite.tensors import TensorSpec, allocate, allocate_array, describe, find_ties, is_direct
@@ -56,6 +57,20 @@ class Restored:
     overridden: list[str]
     is_whole: bool
     loader: str
+
+    def fields(self) -> dict[str, Any]:
+        """Returns what a `ResumeReport` says of it, by field."""
+        return {
+            "restored": self.restored,
+            "matched": self.found.matched,
+            "missing": self.found.missing,
+            "unexpected": self.found.unexpected,
+            "mismatched": [Mismatched(*row) for row in self.found.mismatched],
+            "defaulted": self.found.defaulted,
+            "never_stepped": self.found.never_stepped,
+            "overridden": self.overridden,
+            "loader": self.loader,
+        }
 
 
 def restore_objects(

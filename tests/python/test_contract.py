@@ -45,7 +45,7 @@ METHODS = {
     "save_sync": SAVE,
     "save_final": SAVE,
     "resume": ["ref='latest'", "*strict=True", "*require=False", "*override=None", "**objects"],
-    "load": ["ref='latest'", "*names=None", "*device=None", "*mmap=False"],
+    "load": ["ref='latest'", "*names=None", "*objects=None", "*device=None", "*mmap=False"],
     "load_latest": ["*names=None", "*device=None", "*mmap=False"],
     "load_into": ["state_dict", "ref='latest'", "*prefix=''"],
     "snapshots": [],

@@ -415,10 +415,15 @@ def test_what_is_drawn_unmoved_leaves_no_trace() -> None:
     generator = torch.Generator()
     rng.register("shuffle", generator)
     before = states(), generator.get_state().tolist()
-    with pytest.raises(ZeroDivisionError), rng.unmoved():
-        draws()
-        torch.rand(3, generator=generator)
-        _ = 1 / 0
+
+    def draw_and_fail() -> None:
+        with rng.unmoved():
+            draws()
+            torch.rand(3, generator=generator)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        draw_and_fail()
     assert (states(), generator.get_state().tolist()) == before
 
 

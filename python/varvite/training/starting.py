@@ -73,16 +73,6 @@ class Source:
 
     def report(self, verb: str, restored: Restored, **more: Any) -> ResumeReport:
         """Returns the report of a restore from here."""
-        facts: dict[str, Any] = {
-            "restored": restored.restored,
-            "matched": restored.found.matched,
-            "missing": restored.found.missing,
-            "unexpected": restored.found.unexpected,
-            "mismatched": [Mismatched(*row) for row in restored.found.mismatched],
-            "defaulted": restored.found.defaulted,
-            "never_stepped": restored.found.never_stepped,
-            "loader": restored.loader,
-        }
         return ResumeReport(
             fresh=False,
             verb=verb,
@@ -90,7 +80,7 @@ class Source:
             snapshot=self.info,
             rng="untouched",
             digest=self.info.digest,
-            **{**facts, **more},
+            **{**restored.fields(), **more},
         )
 
 

@@ -54,7 +54,7 @@ IN_PYTHON = [
 AT_OPEN = ["recover.swept", "recover.published"]
 FEW = ["update.after", "save.first_chunk", "commit.published"]
 EVERYTHING = os.environ.get("VARVITE_TEST_EVERYTHING") == "1"
-"""All points with all kinds, edges and workers: minutes. Else two rows of that, and a few points of others."""
+"""All points with all kinds, edges and workers: minutes. Else two rows of that, a few points of others."""
 
 CASES = [
     (kind, edge, workers, point)

@@ -56,8 +56,9 @@ class Job:
         resume: Arguments of `CheckpointManager.resume`, such as `{"strict": False}`.
         begin: Called on a fresh start to begin from another run: it calls `warm_start` or `fork` of
             `run.manager` with `run.identity` among the objects, and returns the report, or `None`.
-        tracker: Makes a tracker of metrics, after the restore and after each rollback:
-            `open_tracker("jsonl", run.identity, run.tracker_mode, next_step=run.progress.next_step, path=...)`.
+        tracker: Makes a tracker of metrics, after the restore and after each rollback, such as
+            `open_tracker("tensorboard", run.identity, run.tracker_mode, next_step=run.progress.next_step,
+            folder="metrics")`.
         metadata: Saved with each snapshot.
     """
 
