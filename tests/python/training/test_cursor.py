@@ -67,10 +67,10 @@ def test_any_sequence_of_world_sizes_takes_each_sample_of_the_epoch_once(
         if cursor.epoch or share(cursor, world_size, drop_last=drop_last) == 0:
             break
         rows = take(cursor, world_size, drop_last=drop_last, shuffle=shuffle)
-        cut = min(cut, len(rows[0]))
+        steps = min(cut, len(rows[0]))
         # Step by step, as the ranks run: the r-th of each step is the rank's.
-        taken += [rows[rank][step] for step in range(cut) for rank in range(world_size)]
-        cursor = cursor.advance(cut * world_size)
+        taken += [rows[rank][step] for step in range(steps) for rank in range(world_size)]
+        cursor = cursor.advance(steps * world_size)
     if cursor.epoch == 0:  # the rest, by one rank
         assert taken == [int(index) for index in order[: cursor.position]]
         taken += take(cursor, 1, drop_last=False, shuffle=shuffle)[0]
