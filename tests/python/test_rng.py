@@ -416,14 +416,13 @@ def test_what_is_drawn_unmoved_leaves_no_trace() -> None:
     rng.register("shuffle", generator)
     before = states(), generator.get_state().tolist()
 
-    def draw_and_fail() -> None:
-        with rng.unmoved():
-            draws()
-            torch.rand(3, generator=generator)
-            raise ZeroDivisionError
+    def fail() -> None:
+        draws()
+        torch.rand(3, generator=generator)
+        raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        draw_and_fail()
+    with pytest.raises(ZeroDivisionError), rng.unmoved():
+        fail()
     assert (states(), generator.get_state().tolist()) == before
 
 
@@ -435,14 +434,15 @@ def test_only_the_one_draw_after_a_restore_is_taken_back() -> None:
     rng.register("loader", own)
     rng.restore(rng.capture())
     before = states(), own.get_state().tolist()
-    assert rng.take_back_draw(draw())
+    value = draw()
+    assert not rng.take_back_draw(value + 1)
+    assert rng.take_back_draw(value)
     assert rng.take_back_draw(draw(own))
     assert (states(), own.get_state().tolist()) == before
     value = draw()
     torch.rand(())
     moved = states()
     assert not rng.take_back_draw(value)
-    assert not rng.take_back_draw(value + 1)
     assert states() == moved
     rng.unregister("loader")
     assert not rng.take_back_draw(draw(own))

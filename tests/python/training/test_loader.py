@@ -165,6 +165,33 @@ def test_a_loop_that_broke_off_goes_on_and_moves_no_generator(case):
     assert data.epoch == 1
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_loop_that_broke_off_behind_the_last_batch_goes_on_with_the_next_epoch(case):
+    make, options = CASES[case]
+    data = ResumableLoader(make(**options))
+    for number, _ in enumerate(data, start=1):
+        if number == BATCHES:
+            break
+    assert data.epoch == (0 if case == "own" else 1)  # that one has no length
+    assert len(list(data)) == BATCHES
+    assert data.epoch == 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saving_before_the_first_batch_changes_nothing(case):
+    make, options = CASES[case]
+    rows: list[list[Any]] = [[], []]
+    for is_saved in (0, 1):
+        torch.manual_seed(4)
+        data = ResumableLoader(make(**options))
+        if is_saved:
+            before = torch.get_rng_state()
+            data.state_dict()
+            assert torch.equal(torch.get_rng_state(), before)
+        train(data, rows[is_saved], until=2)
+    assert rows[0] == rows[1]
+
+
 def with_copied_state(data: ResumableLoader, make: Any, options: Any) -> Any:
     """Returns a loader that shuffles as that of `data` does."""
     loader = make(**options)
