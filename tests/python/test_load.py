@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -457,3 +458,15 @@ def test_any_nest_round_trips_through_a_repository(tmp_path):
             assert len(names) == len(set(names))
 
         check()
+
+
+def test_loading_alone_leaves_the_random_generators_where_they_are(manager):
+    torch.manual_seed(1)
+    manager.save_sync(0, w=torch.ones(2))
+    torch.manual_seed(2)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    manager.load()
+    manager.load(names=["w"])
+    manager.load_into({"w": torch.zeros(2)})
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]

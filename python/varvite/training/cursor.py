@@ -11,10 +11,10 @@ little-endian number `hashed("varvite.order", s, e)`. It is part of the format: 
 Example:
     >>> cursor = Cursor(seed=0, epoch=0, position=0, length=10)
     >>> order = epoch_order(cursor, shuffle=False)
-    >>> [list(indices(cursor, order, rank, 2, drop_last=False)) for rank in range(2)]
+    >>> [sum(indices(cursor, order, rank, 2, drop_last=False), []) for rank in range(2)]
     [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     >>> cursor = cursor.advance(4)
-    >>> [list(indices(cursor, order, rank, 3, drop_last=False)) for rank in range(3)]
+    >>> [sum(indices(cursor, order, rank, 3, drop_last=False), []) for rank in range(3)]
     [[4, 7], [5, 8], [6, 9]]
 """
 
@@ -170,8 +170,8 @@ def epoch_order(cursor: Cursor, *, shuffle: bool) -> torch.Tensor | range:
 
 def indices(
     cursor: Cursor, order: torch.Tensor | range, rank: int, world_size: int, *, drop_last: bool
-) -> Iterator[int]:
-    """Yields the samples that one rank takes of what remains of the epoch.
+) -> Iterator[list[int]]:
+    """Yields the samples that one rank takes of what remains of the epoch, some thousands at a time.
 
     Nothing is replayed: the first index costs the same wherever the cursor stands. Padding wraps around
     to the start of the order.
@@ -184,16 +184,14 @@ def indices(
         drop_last: As in `share`.
     """
     first = cursor.position + rank
-    slots = range(first, first + share(cursor, world_size, drop_last=drop_last) * world_size, world_size)
-    for start in range(0, len(slots), _BLOCK):
-        block = slots[start : start + _BLOCK]
-        if isinstance(order, range):
-            yield from (slot % cursor.length for slot in block)
-        else:
-            import torch
-
-            wrapped = torch.arange(block.start, block.stop, block.step) % cursor.length
-            yield from order[wrapped].tolist()
+    count = share(cursor, world_size, drop_last=drop_last)
+    # A view: an operation of torch for each block would wake its threads up each time.
+    own = order[first : cursor.length : world_size]
+    for start in range(0, min(count, len(own)), _BLOCK):
+        block = own[start : min(start + _BLOCK, count)]
+        yield list(block) if isinstance(block, range) else block.tolist()
+    if count > len(own):  # by one: the padding of all ranks together is less than one for each
+        yield [int(order[(first + len(own) * world_size) % cursor.length])]
 
 
 class SamplerState(NamedTuple):

@@ -261,17 +261,12 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         # workers would live until the garbage is collected.
         run = self._begin(find_source(self, sys._getframe(1)))  # noqa: SLF001 - see `find_source`
         order = epoch_order(run.start, shuffle=self._shuffle)
-        for index in indices(run.start, order, self._rank, self._world_size, drop_last=self._drop_last):
-            if self._pass is not run:
-                reason = "another pass was begun, or the position was set"
-                raise InvalidInputError(
-                    f"cannot go on with this pass over the sampler: {reason}",
-                    hint="leave this loop and iterate again",
-                    what="sampler",
-                    reason=reason,
-                )
-            run.handed_out += 1
-            yield EpochIndex(index, run.start.epoch) if run.carries_epoch else index
+        for block in indices(run.start, order, self._rank, self._world_size, drop_last=self._drop_last):
+            for index in block:
+                if self._pass is not run:
+                    raise _overtaken()
+                run.handed_out += 1
+                yield EpochIndex(index, run.start.epoch) if run.carries_epoch else index
 
     def _begin(self, source: Source | None) -> Pass:
         batch = source.batch_size if source is not None and source.drops_incomplete else None
@@ -306,6 +301,12 @@ def sampler_of(loader: Any) -> ResumableSampler | None:
         return None
     inner = getattr(loader.batch_sampler, "sampler", None)
     return next((one for one in (loader.sampler, inner) if isinstance(one, ResumableSampler)), None)
+
+
+def _overtaken() -> InvalidInputError:
+    reason = "another pass was begun, or the position was set"
+    message = f"cannot go on with this pass over the sampler: {reason}"
+    return InvalidInputError(message, hint="leave this loop and iterate again", what="sampler", reason=reason)
 
 
 def _flag(what: str, value: bool) -> bool:

@@ -26,7 +26,10 @@ GOLDEN = [8, 7, 6, 3, 2, 1, 0, 4, 9, 5]
 def take(cursor: Cursor, world_size: int, *, drop_last: bool, shuffle: bool = True) -> list[list[int]]:
     """Returns what each rank takes of the rest of the epoch."""
     order = epoch_order(cursor, shuffle=shuffle)
-    return [list(indices(cursor, order, rank, world_size, drop_last=drop_last)) for rank in range(world_size)]
+    return [
+        [index for block in indices(cursor, order, rank, world_size, drop_last=drop_last) for index in block]
+        for rank in range(world_size)
+    ]
 
 
 def start(length: int, *, seed: int = 0, epoch: int = 0) -> Cursor:
@@ -104,6 +107,8 @@ def test_padding_wraps_around_to_the_start_of_the_order():
 
 
 def test_more_indices_than_a_block_are_all_there():
+    rows = take(start(10_001), 2, drop_last=True)
+    assert [len(row) for row in rows] == [5000, 5000]
     (row,) = take(start(10_000), 1, drop_last=False)
     assert row == epoch_order(start(10_000), shuffle=True).tolist()
     assert sorted(row) == list(range(10_000))

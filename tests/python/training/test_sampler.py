@@ -283,23 +283,31 @@ def test_a_batch_that_failed_counts_once_the_loop_went_past_it(options):
     assert sampler.position == 3
     assert next(iterator) == [6, 7, 8]
     assert sampler.position == 9
+    # The error of a worker holds the iterator in a cycle, and torch ends that one's workers only by force.
+    getattr(iterator, "_shutdown_workers", bool)()
+
+
+def refusal(sampler: ResumableSampler) -> str:
+    """Returns why a sampler does not tell its state; nothing of the error is kept."""
+    try:
+        sampler.state_dict()
+    except InvalidInputError as error:
+        return str(error)
+    return "it tells"
 
 
 def test_batches_out_of_order_can_only_be_saved_between_epochs():
     sampler = ResumableSampler(LENGTH)
     loader = make(sampler, in_order=False, **WORKERS)
-    for number, _ in enumerate(loader):
-        if number == 7:
-            assert sampler.state_dict()["epoch"] == 1
-        else:
-            with pytest.raises(InvalidInputError, match="in_order=False") as caught:
-                sampler.state_dict()
-    assert "advance" in caught.value.hint
-    iterator = iter(loader)
-    next(iterator)
+    refusals = [refusal(sampler) for _ in loader]
+    assert refusals.pop() == "it tells"
+    assert all("in_order=False" in text and "advance" in text for text in refusals)
+    assert sampler.epoch == 1
+    for _ in loader:
+        break
+    assert "in_order=False" in refusal(sampler)
     with pytest.raises(InvalidInputError, match="in_order=False"):
         next(iter(sampler))
-    del iterator
     sampler.set_epoch(3)
     assert len(epochs(loader, 1)[0]) == 8
 

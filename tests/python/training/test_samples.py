@@ -137,3 +137,10 @@ def test_an_index_keeps_its_epoch_on_its_way_to_a_worker():
 def test_other_datasets_get_plain_indices():
     assert {type(index) for index in ResumableSampler(range(5))} == {int}
     assert {type(index) for index in ResumableSampler(PerSampleRandom(Noise()))} == {EpochIndex}
+
+
+def test_no_module_but_the_samplers_imports_torch_or_numpy(run_python):
+    names = ", ".join(
+        f"varvite.training.{name}" for name in ("cursor", "loader", "positions", "samples", "rng")
+    )
+    assert run_python(f"import sys, {names}; print({{'torch', 'numpy'}} & set(sys.modules))") == "set()"
