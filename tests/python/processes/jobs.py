@@ -24,9 +24,13 @@ def optimizer(module: nn.Module, *, rate: float = 0.01) -> torch.optim.Optimizer
     return torch.optim.AdamW(module.parameters(), lr=rate)
 
 
+def numbers() -> torch.Tensor:
+    return torch.arange(40.0).reshape(20, 2) / 40
+
+
 def data() -> DataLoader:
-    numbers = torch.arange(40.0).reshape(20, 2) / 40
-    return DataLoader(numbers, batch_size=4, sampler=ResumableSampler(numbers, seed=1))
+    samples = numbers()
+    return DataLoader(samples, batch_size=4, sampler=ResumableSampler(samples, seed=1))
 
 
 def loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ def watch_for_verdict(run: Run, report: ResumeReport) -> None:
     """Has the monitor judge the first steps after a restore, and writes down what it finds."""
     run.verdict, run.judged = None, report
     if not report.fresh:
-        run.monitor.after_resume(lambda continuity: _write_down(run, continuity))
+        # In a cycle of references a run that is over would keep its model and its workers.
+        itself = weakref.proxy(run)
+        run.monitor.after_resume(lambda continuity: _write_down(itself, continuity))
 
 
 def conclude(run: Run) -> str | None:
