@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from varvite.training import Job, ResumableSampler
+from varvite.training.run.step import training_step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from varvite.training import Run, StepOutcome
 
 
 def set_up() -> None:
@@ -42,6 +49,20 @@ def restless_loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator()
     generator.seed()
     return loss(module, batch) * (1 + torch.rand((), generator=generator))
+
+
+def deadly_loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss that ends the process, as the kernel does where memory is short."""
+    os._exit(3)
+
+
+def lost_loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return loss(module, batch) * float("nan")
+
+
+def doubling_step(run: Run, batches: Sequence[Any]) -> StepOutcome:
+    """A step of another kind than `training_step`."""
+    return training_step(run, [2 * batch for batch in batches])
 
 
 def job(folder: Any, steps: int = 12, **more: Any) -> Job:
