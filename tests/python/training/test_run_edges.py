@@ -145,6 +145,41 @@ def test_a_signal_after_a_failed_save_does_not_hide_the_failure(tmp_path, full_d
         assert manager.snapshots() == []
 
 
+def test_a_verdict_that_can_not_be_written_ends_no_run(tmp_path, full_disk):
+    run_training(jobs.job(tmp_path, 30))
+    hook = At(step33=full_disk, step35=full_disk)
+    with pytest.warns(RuntimeWarning, match="the verdict `continuous` can't be written into its receipt"):
+        result = run_training(jobs.job(tmp_path, 40, autosave={"every_steps": 100}), hooks=[hook])
+    assert (result.exit_code, result.step, result.verdict) == (ExitCode.FINISHED, 39, "continuous")
+    with CheckpointManager(tmp_path) as manager:
+        assert [receipt.verdict for receipt in manager.receipts()] == [None]
+
+
+@pytest.mark.parametrize(
+    ("event", "steps"),
+    [
+        ("restoring", []),
+        ("restored", []),
+        ("stepped", []),
+        ("saving", []),
+        ("staged", [4]),
+        ("saved", [4]),
+        ("ended", [4, 5]),
+    ],
+)
+def test_an_error_of_a_hook_loses_no_save_and_leaves_nothing_open(tmp_path, event, steps):
+    def fail(self, *_: Any) -> None:
+        raise RuntimeError(f"out of luck when {event}")
+
+    failing = type("Failing", (Hook,), {event: fail})()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match=f"when {event}"):
+        run_training(jobs.job(tmp_path, 6), hooks=[failing])
+    assert signal.getsignal(signal.SIGTERM) is before
+    with CheckpointManager(tmp_path) as manager:  # the lock is free
+        assert [info.step for info in manager.snapshots()] == steps
+
+
 # What must not move the run
 
 

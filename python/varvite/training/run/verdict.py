@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from varvite.errors import StoreError
+from varvite.notices import warn
+
 if TYPE_CHECKING:
     from varvite.records import ResumeReport
     from varvite.training.health import Continuity
@@ -31,6 +34,11 @@ def conclude(run: Run) -> str | None:
 
 def _write_down(run: Run, continuity: Continuity) -> None:
     run.verdict = continuity.verdict.value
-    if run.judged.receipt is not None:
-        evidence = {"steps": list(continuity.steps), "scores": dict(continuity.scores)}
+    if run.judged.receipt is None:
+        return
+    evidence = {"steps": list(continuity.steps), "scores": dict(continuity.scores)}
+    try:
         run.manager.record_verdict(run.verdict, continuity.reason, evidence)
+    except StoreError as error:
+        # A receipt that lacks its last line is no reason to end a run; a save that fails is one.
+        warn(f"the verdict `{run.verdict}` can't be written into its receipt: {error}")
