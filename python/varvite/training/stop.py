@@ -21,6 +21,7 @@ Example:
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -210,6 +211,7 @@ class StopSignal:
         To leave an evaluation early in a run of one process. Under several ranks it differs from rank to
         rank: there ask `check`.
         """
+        _hear_signals()
         return self._reason is not None or self._signal is not None or self._spot_notice() is not None
 
     def check(self, step: int) -> StopReason | None:
@@ -239,6 +241,7 @@ class StopSignal:
 
         For those who agree by a collective of their own, such as `Boundary`. Call it once a step.
         """
+        _hear_signals()
         now = time.monotonic()
         if self._boundary_at is not None:
             self._step_seconds.append(now - self._boundary_at)
@@ -345,6 +348,15 @@ class StopSignal:
             seconds = min(seconds, max(left_seconds, self._margin_seconds, 1.0))
         message = f"varvite: asked to stop, and the last save was not durable within {seconds:.0f} s"
         self._watchdogs.append(Watchdog(seconds, ExitCode.TIMED_OUT, message))
+
+
+def _hear_signals() -> None:
+    """Runs the handlers of signals that a thread of a library took.
+
+    CPython before 3.13 looks for them when the main thread has given up the interpreter's lock and taken it
+    again, and a loop may never do so.
+    """
+    select.select((), (), (), 0)
 
 
 def check_steps(step: int, least: int, most: int) -> None:
