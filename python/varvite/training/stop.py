@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from varvite._native import Watchdog
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.notices import warn
 from varvite.training.agreement import Agreement, is_first_on_machine
@@ -43,7 +44,6 @@ from varvite.training.deadlines import (
 from varvite.training.exits import ExitCode
 from varvite.training.reasons import StopKind, StopReason
 from varvite.training.spot import SpotPoller
-from varvite.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from varvite.training.shield import WorkerShield
@@ -347,7 +347,7 @@ class StopSignal:
         if left_seconds is not None:
             seconds = min(seconds, max(left_seconds, self._margin_seconds, 1.0))
         message = f"varvite: asked to stop, and the last save was not durable within {seconds:.0f} s"
-        self._watchdogs.append(Watchdog(seconds, ExitCode.TIMED_OUT, message))
+        self._watchdogs.append(Watchdog(seconds, int(ExitCode.TIMED_OUT), message))
 
 
 def _hear_signals() -> None:
