@@ -1,4 +1,4 @@
-"""`prove_resume`: steps done again in a fresh process come to the recorded state, or what differs is told."""
+"""`prove_resume`: steps done again in a fresh process come to the recorded state, or it says what differs."""
 
 from __future__ import annotations
 
