@@ -180,6 +180,26 @@ def test_an_error_of_a_hook_loses_no_save_and_leaves_nothing_open(tmp_path, even
         assert [info.step for info in manager.snapshots()] == steps
 
 
+class Unreachable(NullTracker):
+    def close(self) -> None:
+        raise OSError("no route to host")
+
+
+def test_a_tracker_that_can_not_be_closed_hides_neither_an_error_nor_the_exit_code(tmp_path):
+    job = jobs.job(tmp_path, tracker=lambda run: Unreachable())
+    stop = At(step3=lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.warns(RuntimeWarning, match="the tracker can't be closed: OSError: no route to host"):
+        result = run_training(job, hooks=[stop])
+    assert (result.exit_code, result.snapshot.step) == (ExitCode.RESUMABLE, 3)
+
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck") as caught:
+        run_training(job, hooks=[At(step5=fail)])
+    assert caught.value.__notes__ == ["the tracker can't be closed: OSError: no route to host"]
+
+
 # What must not move the run
 
 

@@ -6,12 +6,12 @@ have made.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from varvite.notices import warn
 from varvite.plain import loaded
 from varvite.training.run.context import Progress
 from varvite.training.run.loop import run_loop
@@ -148,21 +148,33 @@ def tear_down(run: Run, error: BaseException | None) -> None:
     process group is left only after success, because leaving it waits for ranks that may have failed.
     """
     made = vars(run)
-    with contextlib.ExitStack() as last_to_first:
-        if error is None:
-            last_to_first.push(_leave_ranks)
-        if "stop" in made:
-            last_to_first.push(run.stop.__exit__)
-        if "manager" in made:
-            kind = None if error is None else type(error)
-            last_to_first.callback(run.manager.__exit__, kind, error, None)
+    try:
         if "tracker" in made:
-            last_to_first.callback(run.tracker.close)
+            _close_tracker(run, error)
+    finally:
+        try:
+            if "manager" in made:
+                run.manager.__exit__(None if error is None else type(error), error, None)
+        finally:
+            if "stop" in made:
+                run.stop.__exit__(None, None, None)
+    if error is None:
+        _leave_ranks()
 
 
-def _leave_ranks(kind: type[BaseException] | None, *_: object) -> None:
-    if kind is not None:
-        return  # something before it failed
+def _close_tracker(run: Run, error: BaseException | None) -> None:
+    """Closes the tracker; where that fails it hides neither an error nor the exit code of a saved run."""
+    try:
+        run.tracker.close()
+    except Exception as failure:  # noqa: BLE001 - a service may fail in any way of its own
+        said = f"the tracker can't be closed: {type(failure).__name__}: {failure}"
+        if error is None:
+            warn(said)
+        else:
+            error.add_note(said)
+
+
+def _leave_ranks() -> None:
     distributed = loaded("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
