@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from processes import jobs
+from support import flip, packs
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -267,6 +268,21 @@ def test_a_run_that_is_complete_goes_on_with_more_steps(tmp_path):
     assert (result.exit_code, result.report.next_step, result.step) == (ExitCode.FINISHED, 8, 14)
     with CheckpointManager(tmp_path / "once") as left, CheckpointManager(tmp_path / "twice") as right:
         assert left.info().digest == right.info().digest
+
+
+def test_a_run_whose_newest_snapshot_is_damaged_does_its_steps_again_and_comes_to_the_same(tmp_path):
+    run_training(jobs.job(tmp_path / "untouched", 15))
+    run_training(jobs.job(tmp_path / "run", 8))
+    newest = packs(tmp_path / "run")[-1]
+    flip(newest, newest.stat().st_size // 3)
+    hook = At()
+    with pytest.warns(RuntimeWarning, match="snapshot 2"):
+        result = run_training(jobs.job(tmp_path / "run", 15), hooks=[hook])
+    assert (result.report.next_step, result.report.skipped_snapshots[0][0]) == (5, 2)
+    assert hook.steps == list(range(5, 15))
+    with CheckpointManager(tmp_path / "untouched") as left, CheckpointManager(tmp_path / "run") as right:
+        assert left.info().digest == right.info().digest
+        assert [receipt.skipped.count for receipt in right.receipts()] == [1]
 
 
 def test_another_job_is_refused_and_other_batches_are_not(tmp_path):
