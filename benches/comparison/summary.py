@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,33 @@ class GoodputSummary:
     save_count: int
 
 
+@dataclass(frozen=True)
+class LayerSummary:
+    """A step of a plain loop, and what the training layer adds to it.
+
+    `added_seconds` is the median of the differences turn by turn, and the other two bound it at 95 %.
+    """
+
+    plain_seconds: float
+    added_seconds: float
+    least_added_seconds: float
+    most_added_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Of the plain step."""
+        return self.added_seconds / self.plain_seconds
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """Seconds of a part of a step, with the layer and in the plain loop."""
+
+    name: str
+    layer_seconds: float
+    plain_seconds: float
+
+
 def summarize_steps(found: dict[str, Any]) -> StepSummary:
     """Medians over the turns of one loop."""
 
@@ -115,6 +143,48 @@ def summarize_goodput(found: dict[str, Any]) -> GoodputSummary:
         lost_seconds=(with_saves - without) / save_count,
         save_count=save_count,
     )
+
+
+def summarize_layer(found: dict[str, Any]) -> LayerSummary:
+    """The two kinds of steps of one model against each other."""
+    layer, plain = (_turn_medians(found["steps"][kind], found["turn_steps"]) for kind in ("layer", "plain"))
+    added = sorted(with_layer - without for with_layer, without in zip(layer, plain, strict=True))
+    count = len(added)
+    # Ranks between which a median lies, from the normal approximation of the binomial distribution.
+    reach = 1.96 * math.sqrt(count) / 2
+    return LayerSummary(
+        plain_seconds=statistics.median(plain),
+        added_seconds=statistics.median(added),
+        least_added_seconds=added[max(0, math.floor(count / 2 - reach))],
+        most_added_seconds=added[min(count - 1, math.ceil(count / 2 + reach))],
+    )
+
+
+def _turn_medians(seconds: list[float], turn_steps: int) -> list[float]:
+    return [
+        statistics.median(seconds[begin : begin + turn_steps]) for begin in range(0, len(seconds), turn_steps)
+    ]
+
+
+def layer_parts(found: dict[str, Any]) -> list[LayerPart]:
+    """The medians of the parts; the rest of each step is what is in none of them."""
+    taken = found["parts"]
+    update = _differences(taken["step"], taken["guard"])
+    rest = _differences(taken["layer"], taken["batch"], taken["step"], taken["monitor"], taken["boundary"])
+    plain_rest = _differences(taken["plain"], taken["plain batch"], taken["plain step"])
+    rows = [
+        ("next batch", taken["batch"], taken["plain batch"]),
+        ("forward to update", update, taken["plain step"]),
+        ("guard", taken["guard"], [0.0]),
+        ("monitor", taken["monitor"], [0.0]),
+        ("boundary", taken["boundary"], [0.0]),
+        ("the rest", rest, plain_rest),
+    ]
+    return [LayerPart(name, statistics.median(ours), statistics.median(plain)) for name, ours, plain in rows]
+
+
+def _differences(whole: list[float], *parts: list[float]) -> list[float]:
+    return [seconds - sum(taken) for seconds, *taken in zip(whole, *parts, strict=True)]
 
 
 def others(found: dict[str, Any]) -> dict[str, Any]:
