@@ -84,13 +84,12 @@ def plan_kills(kills: int, steps: int, rng: random.Random) -> list[Aim]:
 class Kill:
     """One kill that hit, and how the run went on after it.
 
-    The receipt is that of the resume, `None` where there was nothing to resume from, and "" where the next
-    kill came before there was one.
+    The receipt is the number of that of the resume, `None` where there was nothing to resume from, and 0
+    where the next kill came before there was one.
     """
 
     what: str
-    receipt: str | None = ""
-    next_step: int = 0
+    receipt: int | None = 0
 
 
 @dataclass
@@ -241,7 +240,7 @@ class Killer:
     def note_resume(self, line: dict[str, Any]) -> None:
         """Say where the run goes on."""
         next_step = line["step"]
-        self.kills[-1].receipt, self.kills[-1].next_step = line["receipt"], next_step
+        self.kills[-1].receipt = line["receipt"]
         redo = max(self.run.losses, default=-1) + 1 - next_step
         start = f"from the snapshot of step {next_step - 1}" if next_step else "from the beginning"
         skipped = f", skipped as damaged: {line['skipped']}" if line["skipped"] else ""
@@ -377,10 +376,10 @@ def summarize(run: Run) -> dict[str, str]:
 def show_receipts(killed: Run, kills: list[Kill]) -> bool:
     """Print what the receipt of each resume says; return whether none tells of a break."""
     with CheckpointManager(killed.repository, read_only=True) as manager:
-        receipts = {receipt.name: receipt for receipt in manager.receipts()}
+        receipts = {receipt.number: receipt for receipt in manager.receipts()}
     rows, good = [], True
     for number, kill in enumerate(kills, 1):
-        receipt = receipts.get(kill.receipt or "")
+        receipt = receipts.get(kill.receipt or 0)
         if receipt is None:
             how = "nothing to resume from" if kill.receipt is None else "killed before it had resumed"
             rows.append([str(number), kill.what, how, "", "", "", ""])

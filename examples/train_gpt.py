@@ -152,7 +152,7 @@ class Log(Hook):
 
     def restored(self, run: Run, report: ResumeReport) -> None:
         """Note where it goes on."""
-        receipt = report.receipt.name if report.receipt else None
+        receipt = report.receipt.number if report.receipt else None
         skipped = report.skipped_snapshots
         self.write(event="resume", step=report.next_step, skipped=skipped, receipt=receipt)
         print("fresh start" if report.fresh else f"resumed, next step: {report.next_step}")

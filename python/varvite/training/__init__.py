@@ -20,20 +20,23 @@ if TYPE_CHECKING:
     from varvite.training.autosave import Autosave
     from varvite.training.boundary import Boundary, Decision
     from varvite.training.cursor import Cursor
+    from varvite.training.environment import describe_environment
     from varvite.training.exits import ExitCode
     from varvite.training.finite import Action, NonFiniteGuard, roll_back
     from varvite.training.health import Anomaly, Continuity, HealthMonitor, Verdict
     from varvite.training.identity import Origin, RunIdentity
     from varvite.training.loader import ResumableLoader
-    from varvite.training.modes import evaluating
+    from varvite.training.modes import OptimizerMode, evaluating
     from varvite.training.prove import Proof, prove_resume
     from varvite.training.reasons import StopKind, StopReason
     from varvite.training.receipts import Receipt
     from varvite.training.run import Hook, Job, Phases, Progress, Run, RunResult, StepOutcome, run_training
+    from varvite.training.run.step import training_step
     from varvite.training.sampler import ResumableSampler
     from varvite.training.samples import PerSampleRandom
+    from varvite.training.starting import plan_warm_start
     from varvite.training.stop import StopSignal
-    from varvite.training.tracking import mode_after, open_tracker
+    from varvite.training.tracking import Tracker, mode_after, open_tracker, read_rows
     from varvite.training.trainable import TrainableMask
 
 __all__ = [
@@ -51,6 +54,7 @@ __all__ = [
     "Hook",
     "Job",
     "NonFiniteGuard",
+    "OptimizerMode",
     "Origin",
     "PerSampleRandom",
     "Phases",
@@ -66,18 +70,29 @@ __all__ = [
     "StopKind",
     "StopReason",
     "StopSignal",
+    "Tracker",
     "TrainableMask",
     "Verdict",
+    "describe_environment",
     "evaluating",
     "mode_after",
     "open_tracker",
+    "plan_warm_start",
     "prove_resume",
+    "read_rows",
     "rng",
     "roll_back",
     "run_training",
+    "training_step",
 ]
 
 _HOMES = {
+    "training_step": "run.step",
+    "OptimizerMode": "modes",
+    "describe_environment": "environment",
+    "Tracker": "tracking",
+    "read_rows": "tracking",
+    "plan_warm_start": "starting",
     "GradientAccumulation": "accumulation",
     "Agreement": "agreement",
     "Autosave": "autosave",

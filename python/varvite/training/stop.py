@@ -21,6 +21,7 @@ Example:
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from varvite._native import Watchdog
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.notices import warn
 from varvite.training.agreement import Agreement, is_first_on_machine
@@ -42,7 +44,6 @@ from varvite.training.deadlines import (
 from varvite.training.exits import ExitCode
 from varvite.training.reasons import StopKind, StopReason
 from varvite.training.spot import SpotPoller
-from varvite.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from varvite.training.shield import WorkerShield
@@ -210,6 +211,7 @@ class StopSignal:
         To leave an evaluation early in a run of one process. Under several ranks it differs from rank to
         rank: there ask `check`.
         """
+        _hear_signals()
         return self._reason is not None or self._signal is not None or self._spot_notice() is not None
 
     def check(self, step: int) -> StopReason | None:
@@ -239,6 +241,7 @@ class StopSignal:
 
         For those who agree by a collective of their own, such as `Boundary`. Call it once a step.
         """
+        _hear_signals()
         now = time.monotonic()
         if self._boundary_at is not None:
             self._step_seconds.append(now - self._boundary_at)
@@ -344,7 +347,16 @@ class StopSignal:
         if left_seconds is not None:
             seconds = min(seconds, max(left_seconds, self._margin_seconds, 1.0))
         message = f"varvite: asked to stop, and the last save was not durable within {seconds:.0f} s"
-        self._watchdogs.append(Watchdog(seconds, ExitCode.TIMED_OUT, message))
+        self._watchdogs.append(Watchdog(seconds, int(ExitCode.TIMED_OUT), message))
+
+
+def _hear_signals() -> None:
+    """Runs the handlers of signals that a thread of a library took.
+
+    CPython before 3.13 looks for them when the main thread has given up the interpreter's lock and taken it
+    again, and a loop may never do so.
+    """
+    select.select((), (), (), 0)
 
 
 def check_steps(step: int, least: int, most: int) -> None:

@@ -63,13 +63,34 @@ def hangs(step, stop, manager, autosave):
         threading.Event().wait()
 
 
+def waits(step, stop, manager, autosave):
+    say("running")
+    while not stop.requested:
+        pass
+    say("asked")
+    threading.Event().wait()
+
+
 STEPS = {
     "step": plain_step,
     "eval": evaluation,
     "save": running_save,
     "save_sync": save_sync,
     "hangs": hangs,
+    "waits": waits,
 }
+
+
+class Numbers:
+    """A data set of which a worker that is not shielded gives four batches, and waits."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        if index >= 16 and where.endswith("unshielded"):
+            threading.Event().wait()
+        return index
 
 
 def batches(stop):
@@ -81,7 +102,7 @@ def batches(stop):
 
     method, _, is_shielded = where.partition("-")
     loader = torch.utils.data.DataLoader(
-        range(SAMPLES),
+        Numbers(),
         batch_size=4,
         num_workers=2,
         multiprocessing_context=method,
@@ -92,9 +113,9 @@ def batches(stop):
     # Something that outlives the loop holds the workers, as it is with a loader at the top of a module.
     sys.modules["__main__"].held = loader
     for count, batch in enumerate(loader):
-        if count == 3:
-            say("running")
         yield int(batch[0])
+        if count == 3:  # the boundary of this step is over: without a shield, the next batch never comes
+            say("running")
 
 
 def train():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -494,3 +495,25 @@ def test_arguments_that_are_not_legal(arguments, what):
     with pytest.raises(InvalidInputError) as caught:
         StopSignal(slurm=False, **arguments)
     assert caught.value.what == what
+
+
+# ---- signals that a thread of a library takes ----------------------------------------------------
+
+
+@pytest.mark.parametrize("look", ["check", "requested"])
+def test_a_signal_that_a_thread_of_a_library_took_is_heard(look):
+    """The kernel may give a signal to any thread, and CPython before 3.13 then looks for it late or never.
+
+    A loop that is Python alone, without a call that gives up the interpreter's lock, would not hear of it.
+    """
+    library = ctypes.PyDLL(None)  # calls by it keep the lock
+    thread = ctypes.c_void_p()
+    library.pthread_create(ctypes.byref(thread), None, ctypes.cast(library.pause, ctypes.c_void_p), None)
+    with StopSignal(slurm=False) as stop:
+        library.pthread_kill(thread, signal.SIGUSR1)
+        for step in range(200_000):
+            if stop.check(step) if look == "check" else stop.requested:
+                break
+        assert stop.check(step).signal == "SIGUSR1"
+        assert step < 199_999
+    library.pthread_join(thread, None)

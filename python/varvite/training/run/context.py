@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from varvite.plain import corrupt
+from varvite.training.exits import ExitCode
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from varvite.records import ResumeReport, SnapshotInfo
     from varvite.training.agreement import Agreement
     from varvite.training.autosave import Autosave
-    from varvite.training.exits import ExitCode
     from varvite.training.finite import Action, NonFiniteGuard
     from varvite.training.health import HealthMonitor
     from varvite.training.identity import RunIdentity
@@ -248,5 +249,7 @@ class RunResult:
     verdict: str | None
 
     def exit(self) -> NoReturn:
-        """Ends the process with the exit code."""
+        """Ends the process with the exit code, also where the scheduler sends its signal once more."""
+        if self.exit_code is not ExitCode.FINISHED:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(int(self.exit_code))

@@ -128,7 +128,11 @@ def make_tracker(run: Run) -> Tracker:
 
 def make_data(run: Run) -> ResumableLoader:
     """Makes the loader, shields its workers from the stop signal, and gives it the restored position."""
-    run.data.attach(run.job.data(), shield=run.stop.shield)
+    from varvite.training import rng
+
+    # Making a loader may draw, and on a resume the generators are where the run left them.
+    with rng.unmoved():
+        run.data.attach(run.job.data(), shield=run.stop.shield)
     return run.data
 
 
