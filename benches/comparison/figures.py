@@ -337,13 +337,10 @@ def _goodput_ahead(found: Findings) -> Outcome:
 
 def _layer(found: Findings) -> Outcome:
     summary = summarize_layer(found.results["training"]["steps"]["small"])
+    added = summary.added
+    text = f"{added.value * 1e3:.2f} ms in a step of {_milliseconds(summary.plain_seconds)}"
     limit_seconds = 0.01 * STEP_SECONDS
-    low, high = summary.least_added_seconds, summary.most_added_seconds
-    text = (
-        f"{summary.added_seconds * 1e3:.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f} at 95 %) "
-        f"in a step of {_milliseconds(summary.plain_seconds)}"
-    )
-    return (None if low < limit_seconds <= high else high < limit_seconds), text
+    return (None if added.low < limit_seconds <= added.high else added.value < limit_seconds), text
 
 
 def _ahead_rows() -> tuple[Row, ...]:

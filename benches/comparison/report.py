@@ -8,6 +8,7 @@ from typing import Any
 from comparison.figures import MIB, figures
 from comparison.peers import PEERS
 from comparison.summary import (
+    Median,
     Summary,
     layer_parts,
     others,
@@ -277,19 +278,29 @@ def _layer_steps(steps: dict[str, Any]) -> str:
     rows = []
     for name, found in steps.items():
         summary = summarize_layer(found)
-        low, high = summary.least_added_seconds * 1e6, summary.most_added_seconds * 1e6
         rows.append(
             [
                 f"{name}: {found['title']}",
                 f"{found['parameter_count']:,}",
                 f"{summary.plain_seconds * 1e3:.2f}",
-                f"{summary.added_seconds * 1e6:.0f}",
-                f"{low:.0f} to {high:.0f}",
-                f"{summary.share:.2%}",
+                _microseconds(summary.added),
+                f"{summary.added.value / summary.plain_seconds:.2%}",
+                _microseconds(summary.whole_added),
             ]
         )
-    head = ["a step without a save", "parameters", "plain ms", "the layer adds us", "at 95 %", "of the step"]
+    head = [
+        "a step without a save",
+        "parameters",
+        "plain ms",
+        "the layer adds us",
+        "of the step",
+        "whole steps apart us",
+    ]
     return table(head, rows)
+
+
+def _microseconds(median: Median) -> str:
+    return f"{median.value * 1e6:.0f} ({median.low * 1e6:.0f} to {median.high * 1e6:.0f})"
 
 
 def _layer_parts(steps: dict[str, Any]) -> str:
@@ -301,7 +312,7 @@ def _layer_parts(steps: dict[str, Any]) -> str:
         ]
         rows.append([row[0].name, *cells])
     head = [f"{name}, {loop}" for name in parts for loop in ("layer us", "plain us")]
-    return table(["with a clock in each part", *head], rows)
+    return table(["of it", *head], rows)
 
 
 def _layer_saves(found: dict[str, Any]) -> str:

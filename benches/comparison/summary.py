@@ -82,21 +82,24 @@ class GoodputSummary:
 
 
 @dataclass(frozen=True)
-class LayerSummary:
-    """A step of a plain loop, and what the training layer adds to it.
+class Median:
+    """A median, and the values between which it lies at 95 %."""
 
-    `added_seconds` is the median of the differences turn by turn, and the other two bound it at 95 %.
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """A step of a plain loop, and what the training layer adds to it, turn by turn.
+
+    `added` is without the calls of torch that both loops make alike, `whole_added` with them.
     """
 
     plain_seconds: float
-    added_seconds: float
-    least_added_seconds: float
-    most_added_seconds: float
-
-    @property
-    def share(self) -> float:
-        """Of the plain step."""
-        return self.added_seconds / self.plain_seconds
+    added: Median
+    whole_added: Median
 
 
 @dataclass(frozen=True)
@@ -147,16 +150,13 @@ def summarize_goodput(found: dict[str, Any]) -> GoodputSummary:
 
 def summarize_layer(found: dict[str, Any]) -> LayerSummary:
     """The two kinds of steps of one model against each other."""
-    layer, plain = (_turn_medians(found["steps"][kind], found["turn_steps"]) for kind in ("layer", "plain"))
-    added = sorted(with_layer - without for with_layer, without in zip(layer, plain, strict=True))
-    count = len(added)
-    # Ranks between which a median lies, from the normal approximation of the binomial distribution.
-    reach = 1.96 * math.sqrt(count) / 2
+    taken = found["seconds"]
+    whole = _differences(taken["layer"], taken["plain"])
+    alike = _differences(taken["layer alike"], taken["plain alike"])
     return LayerSummary(
-        plain_seconds=statistics.median(plain),
-        added_seconds=statistics.median(added),
-        least_added_seconds=added[max(0, math.floor(count / 2 - reach))],
-        most_added_seconds=added[min(count - 1, math.ceil(count / 2 + reach))],
+        plain_seconds=statistics.median(taken["plain"]),
+        added=_median(_turn_medians(_differences(whole, alike), found["turn_steps"])),
+        whole_added=_median(_turn_medians(whole, found["turn_steps"])),
     )
 
 
@@ -166,19 +166,26 @@ def _turn_medians(seconds: list[float], turn_steps: int) -> list[float]:
     ]
 
 
+def _median(values: list[float]) -> Median:
+    ordered, count = sorted(values), len(values)
+    # Ranks between which a median lies, from the normal approximation of the binomial distribution.
+    reach = 1.96 * math.sqrt(count) / 2
+    low, high = max(0, math.floor(count / 2 - reach)), min(count - 1, math.ceil(count / 2 + reach))
+    return Median(statistics.median(ordered), ordered[low], ordered[high])
+
+
 def layer_parts(found: dict[str, Any]) -> list[LayerPart]:
-    """The medians of the parts; the rest of each step is what is in none of them."""
-    taken = found["parts"]
-    update = _differences(taken["step"], taken["guard"])
+    """The medians of the parts without the calls that both make alike; the rest is what is in none."""
+    taken = found["seconds"]
+    around = _differences(taken["step"], taken["layer alike"], taken["guard"])
     rest = _differences(taken["layer"], taken["batch"], taken["step"], taken["monitor"], taken["boundary"])
-    plain_rest = _differences(taken["plain"], taken["plain batch"], taken["plain step"])
     rows = [
         ("next batch", taken["batch"], taken["plain batch"]),
-        ("forward to update", update, taken["plain step"]),
+        ("around the calls of torch", around, _differences(taken["plain step"], taken["plain alike"])),
         ("guard", taken["guard"], [0.0]),
         ("monitor", taken["monitor"], [0.0]),
         ("boundary", taken["boundary"], [0.0]),
-        ("the rest", rest, plain_rest),
+        ("the rest", rest, _differences(taken["plain"], taken["plain batch"], taken["plain step"])),
     ]
     return [LayerPart(name, statistics.median(ours), statistics.median(plain)) for name, ours, plain in rows]
 

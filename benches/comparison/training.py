@@ -9,17 +9,17 @@ does is Python, and threads that wait for a busy core would drown it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from comparison.workloads import Transformer
@@ -54,7 +54,6 @@ TIMED_RESTARTS = 10
 # No save falls due, but the layer asks at each step whether one does.
 NO_SAVES = {"mean_time_between_failures_seconds": 86_400.0, "least_seconds": 3600.0}
 
-StepFunction = Callable[[Any, Any], Any]
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -114,7 +113,7 @@ class PlainLoop:
         """One step; the loss."""
         loss = self.loss(self.model, batch)
         loss.backward()
-        clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
@@ -192,63 +191,18 @@ def _seconds(action: Callable[[], Any]) -> float:
 # ---- steps -------------------------------------------------------------------------------------
 
 
-class Turns(Hook):
-    """Lets the plain loop do as many steps after each turn of the run, and times all.
-
-    A step of the run lasts from one call of this hook to the next, so the boundary before it is in it.
-    """
-
-    def __init__(self, plain: PlainLoop, turn_steps: int) -> None:
-        self.plain = plain
-        self.turn_steps = turn_steps
-        self.layer_seconds: list[float] = []
-        self.plain_seconds: list[float] = []
-        self._begin = 0.0
-
-    def restored(self, *_: Any) -> None:
-        self._begin = time.perf_counter()
-
-    def stepped(self, *_: Any) -> None:
-        self.layer_seconds.append(time.perf_counter() - self._begin)
-        if len(self.layer_seconds) % self.turn_steps == 0:
-            self.plain_seconds += [_seconds(self.plain.step) for _ in range(self.turn_steps)]
-        self._begin = time.perf_counter()
-
-
-def measure_steps(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each step with the layer and without; then of the parts of both."""
-    torch.set_num_threads(1)
-    folder = Path(arguments["folder"])
-    recipe = RECIPES[arguments["recipe"]](arguments["scale"])
-    return {
-        "title": recipe.title,
-        "parameter_count": sum(value.numel() for value in recipe.model().parameters()),
-        "turn_steps": recipe.turn_steps,
-        "steps": _take_turns(recipe, folder / "steps", recipe.turns),
-        "parts": _measure_parts(recipe, folder / "parts"),
-    }
-
-
-def _take_turns(
-    recipe: Recipe, folder: Path, turns: int, step_fn: StepFunction = training_step
-) -> dict[str, list[float]]:
-    steps = WARM_STEPS + turns * recipe.turn_steps
-    hook = Turns(PlainLoop(recipe), recipe.turn_steps)
-    result = run_training(recipe.job(folder, steps), step_fn=step_fn, hooks=[hook])
-    assert result.exit_code is ExitCode.FINISHED, result.reason
-    return {"layer": hook.layer_seconds[WARM_STEPS:], "plain": hook.plain_seconds[WARM_STEPS:]}
-
-
 class Clocks:
-    """Seconds of each call of some functions, by the name of the part."""
+    """Seconds of some functions: of each call of a part, and of all calls that both loops make alike."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
+        self.parts: dict[str, list[float]] = {}
+        self._alike_seconds = 0.0
 
-    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
-        taken = self.seconds.setdefault(part, [])
+    def part(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, each call timed."""
+        taken = self.parts.setdefault(name, [])
 
+        @functools.wraps(function)
         def timed(*arguments: Any, **keywords: Any) -> Any:
             begin = time.perf_counter()
             result = function(*arguments, **keywords)
@@ -257,10 +211,11 @@ class Clocks:
 
         return timed
 
-    def wrap_iteration(self, part: str, function: Callable[..., Iterator[Any]]) -> Callable[..., Any]:
-        """The same generator function, with what it takes to the next value timed."""
-        taken = self.seconds.setdefault(part, [])
+    def iteration(self, name: str, function: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        """The same generator function, with what it takes to each value timed."""
+        taken = self.parts.setdefault(name, [])
 
+        @functools.wraps(function)
         def timed(*arguments: Any) -> Iterator[Any]:
             values = function(*arguments)
             while True:
@@ -274,24 +229,94 @@ class Clocks:
 
         return timed
 
+    def alike(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, with its time added to that of all such calls."""
 
-def _measure_parts(recipe: Recipe, folder: Path) -> dict[str, list[float]]:
-    """The same turns with clocks in the calls, which take a little themselves: by part, one entry a step."""
+        @functools.wraps(function)
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*arguments, **keywords)
+            self._alike_seconds += time.perf_counter() - begin
+            return result
+
+        return timed
+
+    def take_alike(self) -> float:
+        """The sum since the last call."""
+        seconds, self._alike_seconds = self._alike_seconds, 0.0
+        return seconds
+
+
+class Turns(Hook):
+    """Lets the plain loop do as many steps after each turn of the run, and times all.
+
+    A step of the run lasts from one call of this hook to the next, so the boundary before it is in it.
+    """
+
+    def __init__(self, plain: PlainLoop, turn_steps: int, clocks: Clocks) -> None:
+        self.plain = plain
+        self.turn_steps = turn_steps
+        self.clocks = clocks
+        self.taken: dict[str, list[float]] = {
+            name: [] for name in ("layer", "layer alike", "plain", "plain alike")
+        }
+        self._begin = 0.0
+
+    def restored(self, *_: Any) -> None:
+        self.clocks.take_alike()
+        self._begin = time.perf_counter()
+
+    def stepped(self, *_: Any) -> None:
+        self._take("layer", time.perf_counter() - self._begin)
+        if len(self.taken["layer"]) % self.turn_steps == 0:
+            for _ in range(self.turn_steps):
+                self._take("plain", _seconds(self.plain.step))
+        self._begin = time.perf_counter()
+
+    def _take(self, kind: str, seconds: float) -> None:
+        self.taken[kind].append(seconds)
+        self.taken[f"{kind} alike"].append(self.clocks.take_alike())
+
+
+def measure_steps(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each step with the layer and without, of its parts, and of what both do alike.
+
+    Forward, backward, clipping and update are calls of torch that both loops make alike. They take nearly
+    all of a step and vary by more than the layer takes, so they are timed apart.
+    """
+    torch.set_num_threads(1)
+    recipe = RECIPES[arguments["recipe"]](arguments["scale"])
     clocks = Clocks()
-    patches = [
-        (NonFiniteGuard, "check", clocks.wrap("guard", NonFiniteGuard.check)),
-        (HealthMonitor, "observe", clocks.wrap("monitor", HealthMonitor.observe)),
-        (Boundary, "decide", clocks.wrap("boundary", Boundary.decide)),
-        (ResumableLoader, "__iter__", clocks.wrap_iteration("batch", ResumableLoader.__iter__)),
-        (PlainLoop, "forever", clocks.wrap_iteration("plain batch", PlainLoop.forever)),
-        (PlainLoop, "learn", clocks.wrap("plain step", PlainLoop.learn)),
-    ]
+    recipe = replace(recipe, loss=clocks.alike(recipe.loss))
+    step_fn = clocks.part("step", training_step)
     with contextlib.ExitStack() as stack:
-        for owner, name, timed in patches:
+        for owner, name, timed in _timed_functions(clocks):
             stack.enter_context(mock.patch.object(owner, name, timed))
-        step_fn = clocks.wrap("step", training_step)
-        whole = _take_turns(recipe, folder, max(1, recipe.turns // 5), step_fn)
-    return whole | {name: seconds[WARM_STEPS:] for name, seconds in clocks.seconds.items()}
+        hook = Turns(PlainLoop(recipe), recipe.turn_steps, clocks)
+        job = recipe.job(Path(arguments["folder"]), WARM_STEPS + recipe.turns * recipe.turn_steps)
+        result = run_training(job, step_fn=step_fn, hooks=[hook])
+    assert result.exit_code is ExitCode.FINISHED, result.reason
+    return {
+        "title": recipe.title,
+        "parameter_count": sum(value.numel() for value in recipe.model().parameters()),
+        "turn_steps": recipe.turn_steps,
+        "seconds": {name: taken[WARM_STEPS:] for name, taken in (hook.taken | clocks.parts).items()},
+    }
+
+
+def _timed_functions(clocks: Clocks) -> list[tuple[Any, str, Callable[..., Any]]]:
+    return [
+        (torch.Tensor, "backward", clocks.alike(torch.Tensor.backward)),
+        (torch.nn.utils, "clip_grad_norm_", clocks.alike(torch.nn.utils.clip_grad_norm_)),
+        (torch.optim.AdamW, "step", clocks.alike(torch.optim.AdamW.step)),
+        (torch.optim.Optimizer, "zero_grad", clocks.alike(torch.optim.Optimizer.zero_grad)),
+        (NonFiniteGuard, "check", clocks.part("guard", NonFiniteGuard.check)),
+        (HealthMonitor, "observe", clocks.part("monitor", HealthMonitor.observe)),
+        (Boundary, "decide", clocks.part("boundary", Boundary.decide)),
+        (ResumableLoader, "__iter__", clocks.iteration("batch", ResumableLoader.__iter__)),
+        (PlainLoop, "forever", clocks.iteration("plain batch", PlainLoop.forever)),
+        (PlainLoop, "learn", clocks.part("plain step", PlainLoop.learn)),
+    ]
 
 
 # ---- saves and restarts ------------------------------------------------------------------------

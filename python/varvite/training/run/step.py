@@ -66,10 +66,10 @@ def _clip(run: Run) -> torch.Tensor:
     """Clips all gradients together where the job says so, and returns their norm before that."""
     from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-    parameters = [parameter for parameter in run.model.parameters() if parameter.grad is not None]
+    parameters = run.model.parameters()
     if run.job.clip_grad_norm is not None:
         return clip_grad_norm_(parameters, run.job.clip_grad_norm)
-    return get_total_norm([parameter.grad for parameter in parameters])
+    return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
 def _update(run: Run) -> bool:
