@@ -31,12 +31,13 @@ from comparison.report import render
 from comparison.summary import summaries
 from comparison.workloads import WORKLOADS
 
-PARTS = (*WORKLOADS, "goodput", "ratios", "repository")
+PARTS = (*WORKLOADS, "goodput", "training", "ratios", "repository")
 # Measured in a training loop: what a step after a save waits for, and what saving costs a run.
 STAGINGS = ("varvite", "varvite-cow", "varvite-overlap")
 STEPPED = ("W1", "W2")
 GOODPUT = (*STAGINGS, "torch", "dcp-async", "safetensors", "moonclip")
 GOODPUT_INTERVAL_STEPS = 20
+TRAINING_RECIPES = ("tiny", "small")
 STEPPED_SAVES = 6
 DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / "benchmark-run"
 GROWTH_SAVES = 20
@@ -145,6 +146,9 @@ class Run:
     def _varvite_alone(self, part: str, peers: list[str]) -> None:
         if part == "ratios":
             self._attempt(part, partial(self._ratios, peers))
+            return
+        if part == "training":
+            self._training()
             return
         self._attempt("import", self._import)
         self._attempt("many snapshots", self._many_snapshots)
@@ -262,6 +266,25 @@ class Run:
         }
         try:
             self.results["ratios"] = worker.run("ratios", arguments)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _training(self) -> None:
+        found = self.results["training"] = {"steps": {}}
+        for recipe in TRAINING_RECIPES:
+            self._attempt(f"training {recipe}", partial(self._training_steps, recipe, found["steps"]))
+        self._attempt("training saves", partial(self._training_saves, found))
+
+    def _training_steps(self, recipe: str, found: dict[str, Any]) -> None:
+        found[recipe] = self._training_worker("training_steps", {"recipe": recipe})
+
+    def _training_saves(self, found: dict[str, Any]) -> None:
+        found["saves"] = self._training_worker("training_saves", {})
+
+    def _training_worker(self, kind: str, task: dict[str, Any]) -> Any:
+        folder = self.folder / kind
+        try:
+            return worker.run(kind, task | {"scale": self.settings.scale, "folder": str(folder)})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

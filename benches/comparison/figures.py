@@ -18,6 +18,7 @@ from comparison.summary import (
     Summary,
     others,
     summarize_goodput,
+    summarize_layer,
     summarize_steps,
 )
 from comparison.workloads import WORKLOADS
@@ -25,6 +26,7 @@ from comparison.workloads import WORKLOADS
 MIB = 1 << 20
 # A tiny save takes part of a millisecond: less than this much dearer is the noise of its median.
 GROWTH_LIMIT = 1.2
+STEP_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -333,6 +335,14 @@ def _goodput_ahead(found: Findings) -> Outcome:
     return ours > theirs, f"{ours:.2%} / {theirs:.2%}: {PEERS[name].title}"
 
 
+def _layer(found: Findings) -> Outcome:
+    summary = summarize_layer(found.results["training"]["steps"]["small"])
+    added = summary.added
+    text = f"{added.value * 1e3:.2f} ms in a step of {_milliseconds(summary.plain_seconds)}"
+    limit_seconds = 0.01 * STEP_SECONDS
+    return (None if added.low < limit_seconds <= added.high else added.value < limit_seconds), text
+
+
 def _ahead_rows() -> tuple[Row, ...]:
     return tuple(
         (f"{workload} {what} against the best peer", "faster", _ahead(workload, what))
@@ -348,6 +358,7 @@ _FIGURES: tuple[Row, ...] = (
     ("W1 call + join in a loop, overlap", "<= 5 % of memcpy", _waited("varvite-overlap", 0.05)),
     ("goodput with a save every 20 steps, cow", ">= 97 %", _goodput),
     ("the same against the best peer", "above", _goodput_ahead),
+    ("added by the training layer to a step of 50 ms", "< 0.5 ms", _layer),
     ("W1 bytes, max", "<= raw / 1.20", _coded_w1),
     ("bf16 weights alone, the worst of all", "<= raw / 1.48", _alone("bf16 weights", 1.48)),
     ("bf16 weights, lr 3e-4, N = 1", "<= raw / 5", _delta("bf16 weights", 3e-4, 1, 5)),

@@ -8,10 +8,13 @@ from typing import Any
 from comparison.figures import MIB, figures
 from comparison.peers import PEERS
 from comparison.summary import (
+    Median,
     Summary,
+    layer_parts,
     others,
     summaries,
     summarize_goodput,
+    summarize_layer,
     summarize_steps,
 )
 from comparison.workloads import WORKLOADS
@@ -48,6 +51,8 @@ def render(results: dict[str, Any]) -> str:
     sections += [_workload(name, results, found.get(name, {})) for name in results["runs"]]
     if results["goodput"]:
         sections.append(_goodput(results))
+    if "training" in results:
+        sections.append(_training(results["training"]))
     if "ratios" in results:
         sections.append(_ratios(results["ratios"]))
     if "repository" in results:
@@ -258,6 +263,69 @@ def _goodput(results: dict[str, Any]) -> str:
         "saves",
     ]
     return f"### Goodput\n\n{table(head, rows)}"
+
+
+def _training(found: dict[str, Any]) -> str:
+    parts = ["### The training layer"]
+    if found["steps"]:
+        parts += [_layer_steps(found["steps"]), _layer_parts(found["steps"])]
+    if "saves" in found:
+        parts.append(_layer_saves(found["saves"]))
+    return "\n\n".join(parts)
+
+
+def _layer_steps(steps: dict[str, Any]) -> str:
+    rows = []
+    for name, found in steps.items():
+        summary = summarize_layer(found)
+        rows.append(
+            [
+                f"{name}: {found['title']}",
+                f"{found['parameter_count']:,}",
+                f"{summary.plain_seconds * 1e3:.2f}",
+                _microseconds(summary.added),
+                f"{summary.added.value / summary.plain_seconds:.2%}",
+                _microseconds(summary.whole_added),
+            ]
+        )
+    head = [
+        "a step without a save",
+        "parameters",
+        "plain ms",
+        "the layer adds us",
+        "of the step",
+        "whole steps apart us",
+    ]
+    return table(head, rows)
+
+
+def _microseconds(median: Median) -> str:
+    return f"{median.value * 1e6:.0f} ({median.low * 1e6:.0f} to {median.high * 1e6:.0f})"
+
+
+def _layer_parts(steps: dict[str, Any]) -> str:
+    parts = {name: layer_parts(found) for name, found in steps.items()}
+    rows = []
+    for row in zip(*parts.values(), strict=True):
+        cells = [
+            f"{seconds * 1e6:.0f}" for part in row for seconds in (part.layer_seconds, part.plain_seconds)
+        ]
+        rows.append([row[0].name, *cells])
+    head = [f"{name}, {loop}" for name in parts for loop in ("layer us", "plain us")]
+    return table(["of it", *head], rows)
+
+
+def _layer_saves(found: dict[str, Any]) -> str:
+    rows = []
+    titles = {
+        "save_seconds": "blocked by a save",
+        "restart_seconds": "from an open repository to the first batch",
+    }
+    for key, title in titles.items():
+        everything, bare = (statistics.median(found[key][kind]) for kind in ("everything", "bare"))
+        more = everything - bare
+        rows.append([title, f"{everything * 1e3:.2f}", f"{bare * 1e3:.2f}", f"{more * 1e3:.2f}"])
+    return table(["small", "all of a run ms", "model and optimizer ms", "more ms"], rows)
 
 
 def _ratios(found: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,36 @@ class GoodputSummary:
     save_count: int
 
 
+@dataclass(frozen=True)
+class Median:
+    """A median, and the values between which it lies at 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """A step of a plain loop, and what the training layer adds to it, turn by turn.
+
+    `added` is without the calls of torch that both loops make alike, `whole_added` with them.
+    """
+
+    plain_seconds: float
+    added: Median
+    whole_added: Median
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """Seconds of a part of a step, with the layer and in the plain loop."""
+
+    name: str
+    layer_seconds: float
+    plain_seconds: float
+
+
 def summarize_steps(found: dict[str, Any]) -> StepSummary:
     """Medians over the turns of one loop."""
 
@@ -115,6 +146,52 @@ def summarize_goodput(found: dict[str, Any]) -> GoodputSummary:
         lost_seconds=(with_saves - without) / save_count,
         save_count=save_count,
     )
+
+
+def summarize_layer(found: dict[str, Any]) -> LayerSummary:
+    """The two kinds of steps of one model against each other."""
+    taken = found["seconds"]
+    whole = _differences(taken["layer"], taken["plain"])
+    alike = _differences(taken["layer alike"], taken["plain alike"])
+    return LayerSummary(
+        plain_seconds=statistics.median(taken["plain"]),
+        added=_median(_turn_medians(_differences(whole, alike), found["turn_steps"])),
+        whole_added=_median(_turn_medians(whole, found["turn_steps"])),
+    )
+
+
+def _turn_medians(seconds: list[float], turn_steps: int) -> list[float]:
+    return [
+        statistics.median(seconds[begin : begin + turn_steps]) for begin in range(0, len(seconds), turn_steps)
+    ]
+
+
+def _median(values: list[float]) -> Median:
+    ordered, count = sorted(values), len(values)
+    # Ranks between which a median lies, from the normal approximation of the binomial distribution.
+    reach = 1.96 * math.sqrt(count) / 2
+    low, high = max(0, math.floor(count / 2 - reach)), min(count - 1, math.ceil(count / 2 + reach))
+    return Median(statistics.median(ordered), ordered[low], ordered[high])
+
+
+def layer_parts(found: dict[str, Any]) -> list[LayerPart]:
+    """The medians of the parts without the calls that both make alike; the rest is what is in none."""
+    taken = found["seconds"]
+    around = _differences(taken["step"], taken["layer alike"], taken["guard"])
+    rest = _differences(taken["layer"], taken["batch"], taken["step"], taken["monitor"], taken["boundary"])
+    rows = [
+        ("next batch", taken["batch"], taken["plain batch"]),
+        ("around the calls of torch", around, _differences(taken["plain step"], taken["plain alike"])),
+        ("guard", taken["guard"], [0.0]),
+        ("monitor", taken["monitor"], [0.0]),
+        ("boundary", taken["boundary"], [0.0]),
+        ("the rest", rest, _differences(taken["plain"], taken["plain batch"], taken["plain step"])),
+    ]
+    return [LayerPart(name, statistics.median(ours), statistics.median(plain)) for name, ours, plain in rows]
+
+
+def _differences(whole: list[float], *parts: list[float]) -> list[float]:
+    return [seconds - sum(taken) for seconds, *taken in zip(whole, *parts, strict=True)]
 
 
 def others(found: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def _raw_limits(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dispatch(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    from comparison import loop, measure, ratios, repository
+    from comparison import loop, measure, ratios, repository, training
 
     kinds = {
         "raw_limits": _raw_limits,
@@ -67,6 +67,8 @@ def _dispatch(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "steps": loop.measure_steps,
         "goodput": loop.measure_goodput,
         "ratios": ratios.measure,
+        "training_steps": training.measure_steps,
+        "training_saves": training.measure_saves,
         "many_snapshots": repository.measure_many_snapshots,
         "open": repository.measure_open,
     }

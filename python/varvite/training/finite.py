@@ -305,7 +305,10 @@ def _are_finite(values: Mapping[str, Any]) -> list[bool]:
     flags: dict[str, torch.Tensor] = {}
     for what, value in values.items():
         if library is not None and isinstance(value, library.Tensor):
-            flags[what] = library.isfinite(value.detach()).all()
+            if _is_number_here(value):
+                results[what] = math.isfinite(value.item())
+            else:
+                flags[what] = library.isfinite(value.detach()).all()
             continue
         try:
             results[what] = math.isfinite(value)
@@ -318,6 +321,11 @@ def _are_finite(values: Mapping[str, Any]) -> list[bool]:
         read = library.stack([flag.to(device) for flag in flags.values()]).tolist()
         results.update(zip(flags, read, strict=True))
     return [results[what] for what in values]
+
+
+def _is_number_here(value: torch.Tensor) -> bool:
+    """True for one real number in this machine's memory: to read it takes less than one operation on it."""
+    return value.device.type == "cpu" and value.numel() == 1 and not value.is_complex()
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -268,7 +268,9 @@ class HealthMonitor:
             return Anomaly(step, metric, "nonfinite", value, expected, math.inf)
         if not is_warm:
             return None
-        expected, score = _compare([one.value for one in baseline], value, self._floor)
+        # Only a verdict needs to know how far a value lies that is no anomaly.
+        enough = self._threshold if self._restart is None else 0.0
+        expected, score = _compare([one.value for one in baseline], value, self._floor, enough)
         return Anomaly(step, metric, "spike" if score > 0 else "drop", value, expected, score)
 
     def _decide(self, restart: _Restart) -> None:
@@ -312,23 +314,25 @@ class _Restart(NamedTuple):
     scores: dict[str, list[float]]
 
 
-def _compare(values: list[float], value: float, floor: float) -> tuple[float, float]:
+def _compare(values: list[float], value: float, floor: float, enough: float) -> tuple[float, float]:
     """Compares a value with those before it.
 
     Two expectations are tried, the level of the values and the line through them; the one that explains
-    the value better counts.
+    the value better counts. The line is not tried where the level explains it to within `enough`.
 
     Returns:
         The expectation, and the distance from it in robust standard deviations.
     """
     level = statistics.median(values)
     least_scale = max(floor * abs(level), _SMALLEST_SCALE)
+    from_level = (value - level) / max(_spread(values, level), least_scale)
+    if abs(from_level) <= enough:
+        return level, from_level
     half = len(values) // 2
     slope = (statistics.median(values[-half:]) - statistics.median(values[:half])) / (len(values) - half)
     centre = (len(values) - 1) / 2
     flattened = [one - slope * (position - centre) for position, one in enumerate(values)]
     line = statistics.median(flattened)
-    from_level = (value - level) / max(_spread(values, level), least_scale)
     expected = line + slope * (len(values) - centre)
     from_line = (value - expected) / max(_spread(flattened, line), least_scale)
     return (level, from_level) if abs(from_level) < abs(from_line) else (expected, from_line)

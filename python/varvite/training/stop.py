@@ -314,12 +314,13 @@ class StopSignal:
             return StopKind.SIGNAL
         if self._spot_notice() is not None:
             return StopKind.SPOT
-        step_seconds = usual_longest(self._step_seconds)
-        margin = needed_seconds(self._margin_seconds, self._saved_seconds, step_seconds)
-        if self._limit_at is not None and self._limit_at - now <= margin:
-            return StopKind.TIME_LIMIT
-        if self._budget_at is not None and self._budget_at - now <= margin:
-            return StopKind.BUDGET
+        if self._limit_at is not None or self._budget_at is not None:
+            step_seconds = usual_longest(self._step_seconds)
+            margin = needed_seconds(self._margin_seconds, self._saved_seconds, step_seconds)
+            if self._limit_at is not None and self._limit_at - now <= margin:
+                return StopKind.TIME_LIMIT
+            if self._budget_at is not None and self._budget_at - now <= margin:
+                return StopKind.BUDGET
         return StopKind.FILE if self._sees_file(now) else None
 
     def _spot_notice(self) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import assert_same, copy_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from varvite import CheckpointManager, keep
 from varvite.errors import CorruptionError, InvalidInputError, MismatchError, SnapshotNotFoundError
@@ -43,6 +44,19 @@ def gradient(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter
     parameter = nn.Parameter(torch.zeros(len(values), dtype=dtype))
     parameter.grad = torch.tensor(values, dtype=dtype)
     return parameter
+
+
+def test_a_number_in_memory_is_read_and_nothing_is_computed_with_it():
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+            called.append(operation.overloadpacket.__name__)
+            return operation(*arguments, **(keywords or {}))
+
+    called: list[str] = []
+    loss, norm = torch.tensor(1.0, requires_grad=True), torch.tensor([2.0], dtype=torch.float64)
+    with Operations():
+        assert NonFiniteGuard().check(loss, grad_norm=norm) is PROCEED
+    assert called == ["_local_scalar_dense"] * 2
 
 
 def test_gradients_that_are_not_finite_under_a_finite_loss_are_seen():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -86,6 +87,19 @@ def test_values_that_are_not_finite_never_join_the_baseline():
     (found,) = monitor.observe(30, loss=-math.inf)
     assert (found.kind, found.score, str(found)) == ("nonfinite", math.inf, "step 30: loss is -inf")
     assert monitor.state_dict() == before
+
+
+def test_the_same_is_found_while_a_restart_is_judged():
+    """Only then is the line tried for values that their level explains."""
+    draw = random.Random(1)
+    usual, judging = HealthMonitor(threshold=4.0), HealthMonitor(threshold=4.0, verdict_steps=1000)
+    judging.after_resume()
+    found = []
+    for step in range(500):
+        loss = 5.0 - 0.02 * (step % 150) + draw.gauss(0.0, 0.05) + draw.choice([0.0] * 8 + [0.4, -0.6])
+        found.append(usual.observe(step, loss=loss, grad_norm=loss / 3))
+        assert judging.observe(step, loss=loss, grad_norm=loss / 3) == found[-1]
+    assert 10 < sum(map(bool, found)) < 200
 
 
 def test_a_rewind_takes_later_values_out():

@@ -26,36 +26,50 @@ def training_step(run: Run, batches: Sequence[Any]) -> StepOutcome:
         run: The run; its model is in train mode, its gradients are empty.
         batches: The micro-batches of the step.
     """
-    loss = _accumulate(run, batches)
+    summed = _accumulate(run, batches)
     if run.scaler is not None:
         run.scaler.unscale_(run.optimizer)
-    norm = _clip(run)
+    # Read before the update: whoever reads after it waits on the device for the update too.
+    loss, norm = _read(summed, _clip(run))
     action = run.guard.check(loss, grad_norm=norm, scaler=run.scaler)
     updated = action is Action.PROCEED and _update(run)
     if action is not Action.PROCEED and run.scaler is not None:
         run.scaler.update()  # it must hear of the gradients that it has unscaled, or it refuses the next ones
     run.optimizer.zero_grad()
-    return StepOutcome(loss=float(loss), grad_norm=float(norm), action=action, updated=updated)
+    return StepOutcome(loss=loss, grad_norm=norm, action=action, updated=updated)
 
 
 def _accumulate(run: Run, batches: Sequence[Any]) -> torch.Tensor:
     """Adds up the gradients of all batches, each divided by their number, and returns the mean loss."""
     losses = []
     for batch in batches:
-        loss = run.loss(run.model, batch) / len(batches)
+        loss = run.loss(run.model, batch)
+        if len(batches) > 1:
+            loss = loss / len(batches)
         (loss if run.scaler is None else run.scaler.scale(loss)).backward()
         losses.append(loss.detach())
     return sum(losses[1:], losses[0])
+
+
+def _read(loss: torch.Tensor, norm: torch.Tensor) -> tuple[float, float]:
+    """Reads both numbers, with one transfer where they lie on a device together."""
+    import torch
+
+    if loss.device.type == "cpu" or loss.device != norm.device or type(norm) is not torch.Tensor:
+        return float(loss), float(norm)
+    # In the wider of two dtypes, so that no number changes.
+    loss_value, norm_value = torch.stack([loss.reshape(()), norm]).tolist()
+    return loss_value, norm_value
 
 
 def _clip(run: Run) -> torch.Tensor:
     """Clips all gradients together where the job says so, and returns their norm before that."""
     from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-    parameters = [parameter for parameter in run.model.parameters() if parameter.grad is not None]
+    parameters = run.model.parameters()
     if run.job.clip_grad_norm is not None:
         return clip_grad_norm_(parameters, run.job.clip_grad_norm)
-    return get_total_norm([parameter.grad for parameter in parameters])
+    return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
 def _update(run: Run) -> bool:
