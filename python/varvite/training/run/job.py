@@ -34,7 +34,8 @@ class Job:
         data: Makes the loader of batches: a `DataLoader` with a `ResumableSampler`, a loader with
             `state_dict()`, or any other, which can be saved at the edges of epochs alone.
         loss: Loss of a model on a batch: a scalar tensor, the mean over the batch.
-        scheduler: Makes a scheduler of an optimizer. It steps once for each update.
+        scheduler: Makes a scheduler of an optimizer. It steps once for each update. One that wants a metric,
+            such as `ReduceLROnPlateau`, needs a `step_fn`, and so does an optimizer that wants a closure.
         scaler: Makes a `torch.amp.GradScaler`.
         average: Makes an average of a model's weights that has `update_parameters(model)`, such as
             `torch.optim.swa_utils.AveragedModel`.
