@@ -193,6 +193,20 @@ class Autosave:
             InvalidInputError: The time is negative or no time.
         """
         self._costs.append(positive_seconds("blocked_seconds", blocked_seconds, or_zero=True))
+        self.restored(step)
+
+    def restored(self, step: int) -> None:
+        """Takes note that the run stands at a step that is saved, as after a resume or a rollback.
+
+        Args:
+            step: The step of the snapshot.
+
+        Example:
+            >>> autosave = Autosave(every_steps=1)
+            >>> autosave.restored(4)
+            >>> autosave.due(4), autosave.due(5)
+            (False, True)
+        """
         self._saved_step = step
         self._saved_at = time.monotonic()
 

@@ -115,6 +115,14 @@ class ResumableLoader:
             self._iteration = None
             position.set_epoch(epoch)
 
+    @property
+    def iteration(self) -> object:
+        """What tells one iteration from another: another value once one is begun or the position is set.
+
+        For a loop to see whether what it calls, such as an evaluation, has left its data alone.
+        """
+        return self._iteration, None if self._position is None else self._position.iteration
+
     def __len__(self) -> int:
         """Returns how many batches a whole epoch has, as the loader says."""
         return len(self._attached("count batches").loader)

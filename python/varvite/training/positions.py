@@ -47,6 +47,10 @@ class Position(Protocol):
         """The epoch of the next batch."""
 
     @property
+    def iteration(self) -> object:
+        """The iteration that decides where the loader is, whoever began it; `None` where only this counts."""
+
+    @property
     def goes_on(self) -> bool:
         """Whether the next iteration begins within an epoch, and may find nothing left of it."""
 
@@ -109,6 +113,10 @@ class _BySampler:
         return int(self._sampler.epoch)
 
     @property
+    def iteration(self) -> object:
+        return self._sampler._pass  # noqa: SLF001 - its other half
+
+    @property
     def goes_on(self) -> bool:
         return False  # the sampler gives no empty pass
 
@@ -153,6 +161,10 @@ class _Counted:
         """True behind the epoch's last batch, before the iterator has ended."""
         return self._is_within and self.batches == self._length()
 
+    @property
+    def iteration(self) -> object:
+        return None
+
     def _length(self) -> int | None:
         """Returns the batches of an epoch, where the loader knows them."""
         # The length of a stream is a guess, and torch warns of a guess that somebody has asked for.
@@ -193,6 +205,10 @@ class _ByState(_Counted):
     """A loader with a state of its own."""
 
     kind: ClassVar[str] = "stateful"
+
+    @property
+    def iteration(self) -> object:
+        return _iterator_there(self.loader) if _is_of_torch(self.loader) else None
 
     @property
     def goes_on(self) -> bool:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
+import shutil
 import tempfile
+import threading
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
-from varvite.errors import InvalidInputError, SnapshotNotFoundError
+from varvite.errors import CheckpointError, InvalidInputError, SnapshotNotFoundError
 from varvite.training.run.job import Job
 
 if TYPE_CHECKING:
     from varvite.records import SnapshotInfo
     from varvite.training.loader import ResumableLoader
-    from varvite.training.run.context import Run
+    from varvite.training.run.context import Run, StepFunction
     from varvite.training.run.phases import Phases
 
 __all__ = ["Proof", "prove_resume"]
@@ -40,6 +44,8 @@ class Proof:
         expected: State digest that was recorded, or that of the second run.
         found: State digest of the state that the fresh process came to.
         different: Names of the tensors that differ, `structure` for plain values; some of them.
+        narrowed: Whether the first snapshot holds values that `save_dtype` rounded. No resume from such a one
+            is exact, so states differ by choice.
     """
 
     from_step: int
@@ -48,6 +54,7 @@ class Proof:
     expected: str
     found: str
     different: list[str]
+    narrowed: bool = False
 
     @property
     def equal(self) -> bool:
@@ -60,10 +67,17 @@ class Proof:
         with_what = "the recorded state" if self.compared_with == "recorded" else "a second such process"
         if self.equal:
             return f"{steps}: equal to {with_what}, digest: {self.found}"
-        return f"{steps}: differs from {with_what} in: {', '.join(self.different)}"
+        why = ", as it must after `save_dtype` has rounded what it began with" if self.narrowed else ""
+        return f"{steps}: differs from {with_what}{why} in: {', '.join(self.different)}"
 
 
-def prove_resume(job: Job, *, steps: int | None = None, phases: Phases | None = None) -> Proof:
+def prove_resume(
+    job: Job,
+    *,
+    steps: int | None = None,
+    step_fn: StepFunction | None = None,
+    phases: Phases | None = None,
+) -> Proof:
     """Does the last `steps` steps again in a fresh process, and compares states bit for bit.
 
     The fresh process resumes from the snapshot that is `steps` steps older than the newest one, trains, and
@@ -72,11 +86,12 @@ def prove_resume(job: Job, *, steps: int | None = None, phases: Phases | None = 
     other: that proves a repeatable step, and not that the run before was one.
 
     The repository is only read, so that the run may go on meanwhile. Nothing is drawn from this process's
-    generators. Called by one rank.
+    generators. Hooks are not called, and no tracker is opened. Called by one rank.
 
     Args:
         job: The job, of functions that a fresh process can import.
         steps: How many steps; `None` for those between the two newest snapshots.
+        step_fn: The one that the job was run with.
         phases: Functions instead of those of `varvite.training.run.phases`.
 
     Returns:
@@ -85,6 +100,8 @@ def prove_resume(job: Job, *, steps: int | None = None, phases: Phases | None = 
     Raises:
         SnapshotNotFoundError: There is no snapshot, or with `steps=None` only one.
         InvalidInputError: The job can't be sent to another process, or `steps` is below 1.
+        CheckpointError: The fresh process ended, or stopped at a loss that is not finite. What else fails in
+            it is raised here as it is.
 
     Example:
         >>> prove_resume(job)                                       # doctest: +SKIP
@@ -93,16 +110,20 @@ def prove_resume(job: Job, *, steps: int | None = None, phases: Phases | None = 
     if steps is not None and (isinstance(steps, bool) or steps < 1):
         reason = "must be a whole number of at least 1"
         raise InvalidInputError(f"invalid steps: {reason}, not: {steps!r}", what="steps", reason=reason)
-    _check_portable(job, phases)
+    _check_portable(job, step_fn, phases)
     start, end = _choose(job, steps)
     count = steps if steps is not None else _gap(start, end)
+    # Read before the steps are done: the run may go on meanwhile, and give up its older snapshots.
+    recorded = None if end is None else (end.digest, _parts(job, end.seq))
+    narrowed = _is_narrowed(job, start.seq)
     with tempfile.TemporaryDirectory(prefix="varvite-proof-") as scratch:
-        found, found_parts = _in_fresh_process(job, phases, start.seq, count, os.path.join(scratch, "first"))
-        if end is not None:
-            expected, expected_parts = end.digest, _parts(job, end.seq)
-        else:
-            second = os.path.join(scratch, "second")
-            expected, expected_parts = _in_fresh_process(job, phases, start.seq, count, second)
+
+        def do_again(name: str) -> tuple[str, Digests]:
+            folder = os.path.join(scratch, name)
+            return _in_fresh_process(scratch, (job, step_fn, phases, start.seq, count, folder))
+
+        found, found_parts = do_again("first")
+        expected, expected_parts = do_again("second") if recorded is None else recorded
     names = found_parts.keys() | expected_parts.keys()
     different = sorted(name for name in names if found_parts.get(name) != expected_parts.get(name))
     return Proof(
@@ -112,12 +133,13 @@ def prove_resume(job: Job, *, steps: int | None = None, phases: Phases | None = 
         expected=expected,
         found=found,
         different=different[:_NAMES_LIMIT],
+        narrowed=narrowed,
     )
 
 
-def _check_portable(job: Job, phases: Phases | None) -> None:
+def _check_portable(job: Job, step_fn: StepFunction | None, phases: Phases | None) -> None:
     """Refuses what a fresh process can't import, before one is started."""
-    for name, value in [*vars(job).items(), ("phases", phases)]:
+    for name, value in [*vars(job).items(), ("step_fn", step_fn), ("phases", phases)]:
         try:
             pickle.dumps(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -140,12 +162,14 @@ def _choose(job: Job, steps: int | None) -> tuple[SnapshotInfo, SnapshotInfo | N
             "no snapshot to resume from", hint="run the job first", reference="latest"
         )
     for end in reversed(infos):
-        start = by_seq.get(end.parent) if end.parent is not None else None
-        while start is not None:
+        later = end
+        # What a rollback saved did not come from the snapshot before it by doing steps.
+        while not _is_rolled_back(later) and later.parent in by_seq:
+            start = by_seq[later.parent]
             # A resume from an older snapshot, or a step saved twice, makes no pair.
             if start.step < end.step and (steps is None or start.step + steps == end.step):
                 return start, end
-            start = by_seq.get(start.parent) if start.parent is not None else None
+            later = start
     if steps is None:
         raise SnapshotNotFoundError(
             "no two snapshots of one line to compare",
@@ -153,6 +177,10 @@ def _choose(job: Job, steps: int | None) -> tuple[SnapshotInfo, SnapshotInfo | N
             reference="latest",
         )
     return infos[-1], None
+
+
+def _is_rolled_back(info: SnapshotInfo) -> bool:
+    return "rolled_back_to" in info.metadata
 
 
 def _gap(start: SnapshotInfo, end: SnapshotInfo | None) -> int:
@@ -184,16 +212,51 @@ def state_parts(manager: Any, seq: int) -> Digests:
     return parts
 
 
-def _in_fresh_process(
-    job: Job, phases: Phases | None, seq: int, steps: int, scratch: str
-) -> tuple[str, Digests]:
-    """Resumes and trains in a process of its own, started anew and not forked."""
+def _is_narrowed(job: Job, seq: int) -> bool:
+    """True where a snapshot stores values in a narrower dtype than they had."""
+    from varvite.reading import entries_of
+
+    with _reader(job) as manager:
+        rows = entries_of(manager._engine.open(seq))  # noqa: SLF001 - as in `state_parts`
+    return any(row.stored_dtype != row.dtype for row in rows)
+
+
+def _in_fresh_process(scratch: str, task: tuple[Any, ...]) -> tuple[str, Digests]:
+    """Does the task in a process of its own, started anew and not forked, which ends with this one."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
-        return executor.submit(_do_again, job, phases, seq, steps, scratch).result()
+    try:
+        with ProcessPoolExecutor(
+            1, mp_context=context, initializer=_end_with, initargs=(scratch,)
+        ) as executor:
+            return executor.submit(_do_again, *task).result()
+    except BrokenProcessPool as error:
+        raise CheckpointError(
+            "cannot do steps again: the fresh process ended before it was done",
+            hint="its error output says why; the functions of the job must lie in a module or script file",
+        ) from error
 
 
-def _do_again(job: Job, phases: Phases | None, seq: int, steps: int, scratch: str) -> tuple[str, Digests]:
+def _end_with(scratch: str) -> None:
+    """In the fresh process: ends it when its parent is killed, which could then not do so."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            multiprocessing.connection.wait([parent.sentinel])
+            shutil.rmtree(scratch, ignore_errors=True)
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _do_again(
+    job: Job,
+    step_fn: StepFunction | None,
+    phases: Phases | None,
+    seq: int,
+    steps: int,
+    folder: str,
+) -> tuple[str, Digests]:
     """In the fresh process: resumes read-only, does the steps, and saves to a repository of its own."""
     from varvite import CheckpointManager
     from varvite.training.run.entry import run_training
@@ -205,7 +268,7 @@ def _do_again(job: Job, phases: Phases | None, seq: int, steps: int, scratch: st
 
     def make_data(run: Run) -> ResumableLoader:
         run.manager.close()
-        run.manager = CheckpointManager(scratch, **settings)
+        run.manager = CheckpointManager(folder, **settings)
         run.until = run.report.next_step + steps
         return phases.make_data(run)
 
@@ -218,8 +281,8 @@ def _do_again(job: Job, phases: Phases | None, seq: int, steps: int, scratch: st
         tracker=None,
         begin=None,
     )
-    result = run_training(again, phases=dataclasses.replace(phases, make_data=make_data))
+    result = run_training(again, step_fn=step_fn, phases=dataclasses.replace(phases, make_data=make_data))
     if result.snapshot is None:
-        raise SnapshotNotFoundError("steps done again left no snapshot", reference="latest")
-    with CheckpointManager(scratch, **{**settings, "read_only": True}) as manager:
+        raise CheckpointError(f"steps done again stopped after step {result.step}: {result.reason}")
+    with CheckpointManager(folder, **{**settings, "read_only": True}) as manager:
         return result.snapshot.digest, state_parts(manager, result.snapshot.seq)

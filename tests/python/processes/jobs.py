@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from varvite.training import Job, ResumableSampler
+from varvite.training.run.step import training_step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from varvite.training import Run, StepOutcome
 
 
 def set_up() -> None:
@@ -24,9 +31,13 @@ def optimizer(module: nn.Module, *, rate: float = 0.01) -> torch.optim.Optimizer
     return torch.optim.AdamW(module.parameters(), lr=rate)
 
 
+def numbers() -> torch.Tensor:
+    return torch.arange(40.0).reshape(20, 2) / 40
+
+
 def data() -> DataLoader:
-    numbers = torch.arange(40.0).reshape(20, 2) / 40
-    return DataLoader(numbers, batch_size=4, sampler=ResumableSampler(numbers, seed=1))
+    samples = numbers()
+    return DataLoader(samples, batch_size=4, sampler=ResumableSampler(samples, seed=1))
 
 
 def loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -38,6 +49,20 @@ def restless_loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator()
     generator.seed()
     return loss(module, batch) * (1 + torch.rand((), generator=generator))
+
+
+def deadly_loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss that ends the process, as the kernel does where memory is short."""
+    os._exit(3)
+
+
+def lost_loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return loss(module, batch) * float("nan")
+
+
+def doubling_step(run: Run, batches: Sequence[Any]) -> StepOutcome:
+    """A step of another kind than `training_step`."""
+    return training_step(run, [2 * batch for batch in batches])
 
 
 def job(folder: Any, steps: int = 12, **more: Any) -> Job:

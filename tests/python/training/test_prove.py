@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from processes import jobs
-from support import files_of
+from support import PROCESSES, child, files_of
 
 from varvite import CheckpointManager
-from varvite.errors import InvalidInputError, SnapshotNotFoundError
+from varvite.errors import CheckpointError, InvalidInputError, MismatchError, SnapshotNotFoundError
 from varvite.training import Hook, prove_resume, run_training
+from varvite.training.prove import _choose
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,6 +56,54 @@ def test_without_a_recorded_state_two_fresh_processes_are_compared(trained):
     proof = prove_resume(jobs.job(trained), steps=3)
     assert (proof.from_step, proof.to_step, proof.compared_with) == (11, 14, "second run")
     assert proof.equal
+
+
+def test_a_step_of_the_program_is_done_again(tmp_path):
+    run_training(jobs.job(tmp_path), step_fn=jobs.doubling_step)
+    assert prove_resume(jobs.job(tmp_path), step_fn=jobs.doubling_step).equal
+
+
+def test_values_that_were_rounded_are_said_to_differ_by_choice(tmp_path):
+    job = jobs.job(tmp_path, manager={"save_dtype": "bf16"})
+    run_training(job)
+    proof = prove_resume(job)
+    assert (proof.equal, proof.narrowed) == (False, True)
+    assert "state, as it must after `save_dtype` has rounded what it began with in: " in str(proof)
+
+
+def test_what_a_rollback_saved_is_no_end_of_steps_and_steps_are_not_counted_over_it(tmp_path):
+    calls = iter(range(100))
+
+    def loss(module, batch):
+        return (jobs.lost_loss if next(calls) == 10 else jobs.loss)(module, batch)
+
+    saves = {"autosave": {"every_steps": 4}, "non_finite": {"policy": "rollback"}}
+    run_training(jobs.job(tmp_path, loss=loss, **saves))  # saves 3, 7, 7 rolled back to, and 11
+    start, end = _choose(jobs.job(tmp_path), None)
+    assert (start.step, start.metadata["rolled_back_to"], end.step) == (7, 2, 11)
+    start, end = _choose(jobs.job(tmp_path), 8)
+    assert (start.step, end) == (11, None)
+
+
+def test_what_fails_in_the_fresh_process_is_told(trained):
+    with pytest.raises(CheckpointError, match="the fresh process ended before it was done") as caught:
+        prove_resume(jobs.job(trained, loss=jobs.deadly_loss))
+    assert "error output" in caught.value.hint
+    stopping = jobs.job(trained, loss=jobs.lost_loss, non_finite={"policy": "stop"})
+    with pytest.raises(CheckpointError, match=r"stopped after step 9: the loss is not finite"):
+        prove_resume(stopping)
+    with pytest.raises(MismatchError, match="the snapshot lacks `scaler`") as caught:
+        prove_resume(jobs.job(trained, scaler=torch.amp.GradScaler))
+    assert caught.value.missing == ["scaler"]
+
+
+def test_the_fresh_process_ends_with_the_one_that_started_it(trained, tmp_path):
+    paths = os.pathsep.join(filter(None, [str(PROCESSES.parent), os.environ.get("PYTHONPATH")]))
+    with child("proves", trained, TMPDIR=str(tmp_path), PYTHONPATH=paths) as process:
+        assert process.stdout.readline() == "running\n"
+        process.kill()
+        assert process.stdout.read() == ""  # what the fresh process holds open too
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_goes_on_may_be_proven_meanwhile(tmp_path):

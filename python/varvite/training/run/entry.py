@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from varvite.training import rng
 from varvite.training.run.context import Run, RunResult, StepFunction
 from varvite.training.run.phases import Phases
 from varvite.training.run.saving import note_durable
@@ -75,7 +76,8 @@ def run_training(
         run.manager = phases.make_manager(run)
         run.report = phases.restore(run)
         run.tell("restored", run.report)
-        run.tracker = phases.make_tracker(run)
+        with rng.unmoved():
+            run.tracker = phases.make_tracker(run)
         run.data = phases.make_data(run)
         result = _conclude(run, phases.run_loop(run))
     finally:

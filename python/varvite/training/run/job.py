@@ -46,7 +46,8 @@ class Job:
             fewer. A save never comes between them.
         clip_grad_norm: Largest norm of all gradients together; `None` leaves them alone.
         evaluate: Called every `evaluate_every` steps, with the model in eval mode and without gradients;
-            returns metrics, which are saved with the snapshot of this step.
+            returns metrics, which are saved with the snapshot of this step. It takes a loader of its own:
+            `run.stop.shield(loader)`, if that has workers, or a stop signal to the whole job ends them.
         evaluate_every: Steps between two evaluations, 0 for none.
         autosave: Arguments of `Autosave`; by default a save as often as its measured cost suggests.
         stop: Arguments of `StopSignal`.

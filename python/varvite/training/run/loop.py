@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from varvite.errors import InvalidInputError
+from varvite.errors import InvalidInputError, SnapshotNotFoundError
+from varvite.training import rng
 from varvite.training.boundary import Boundary
 from varvite.training.exits import ExitCode
 from varvite.training.finite import Action, roll_back
+from varvite.training.modes import evaluating
 from varvite.training.run.context import Ending
 from varvite.training.run.saving import note_durable, save_and_wait, save_in_background
 from varvite.training.run.verdict import watch_for_verdict
@@ -28,7 +30,7 @@ def run_loop(run: Run) -> Ending:
     if run.progress.next_step >= run.until:
         return Ending(ExitCode.FINISHED)
     boundary = Boundary(run.stop, run.autosave, run.agreement)
-    _set_mode(run, training=True)
+    _begin_training(run)
     windows = _windows(run)
     while True:
         batches = next(windows)
@@ -36,7 +38,8 @@ def run_loop(run: Run) -> Ending:
         if outcome.action is Action.STOP:
             return Ending(ExitCode.NOT_FINITE, run.guard.reason)
         if outcome.action is Action.ROLL_BACK:
-            _roll_back(run)
+            if not _roll_back(run):
+                return Ending(ExitCode.NOT_FINITE, f"{run.guard.reason}, and no snapshot is healthy")
             continue
         run.progress.advance(batches=len(batches), updated=outcome.updated)
         _observe(run, outcome)
@@ -89,29 +92,50 @@ def _evaluate(run: Run) -> None:
         return
     import torch
 
-    _set_mode(run, training=False)
-    with torch.no_grad():
+    before = run.data.iteration
+    with evaluating(run.model, run.optimizer), torch.no_grad():
         measured = {name: float(value) for name, value in job.evaluate(run).items()}
-    _set_mode(run, training=True)
+    if run.data.iteration != before:
+        reason = "it moved the position of the training data"
+        raise InvalidInputError(
+            f"invalid evaluate: {reason}",
+            hint="evaluate on a loader, and a sampler, of its own",
+            what="evaluate",
+            reason=reason,
+        )
     run.metrics = {**run.metrics, **measured}
     run.tracker.log(run.progress.step, measured)
 
 
-def _set_mode(run: Run, *, training: bool) -> None:
-    """Puts the model into train or eval mode, and an optimizer that has such modes with it."""
-    run.model.train(training)
-    switch = getattr(run.optimizer, "train" if training else "eval", None)
+def _begin_training(run: Run) -> None:
+    """Puts the model into train mode unless it is in it, and an optimizer that has such modes too.
+
+    What the job has put into eval mode within a model in train mode, such as a frozen BatchNorm, stays there.
+    """
+    if not run.model.training:
+        run.model.train()
+    switch = getattr(run.optimizer, "train", None)
     if callable(switch):
         switch()
 
 
-def _roll_back(run: Run) -> None:
-    """Goes back to the newest healthy snapshot, but for the data: the same batch would do the same again."""
+def _roll_back(run: Run) -> bool:
+    """Goes back to the newest healthy snapshot, but for the data: the same batch would do the same again.
+
+    Returns:
+        False where no snapshot is healthy; nothing was changed.
+    """
     note_durable(run, wait=True)
-    report = roll_back(run.manager, run.objects(), keep_position=["data", "run"])
+    try:
+        report = roll_back(run.manager, run.objects(), keep_position=["data", "run"])
+    except SnapshotNotFoundError:
+        return False
     run.committed_step = report.step
+    run.autosave.restored(run.progress.step)
     watch_for_verdict(run, report)
     # What it has logged of the steps that are given up goes with them.
     run.tracker.close()
-    run.tracker = run.phases.make_tracker(run)
+    with rng.unmoved():
+        run.tracker = run.phases.make_tracker(run)
     run.tell("restored", report)
+    return True

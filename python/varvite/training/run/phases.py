@@ -114,8 +114,13 @@ def restore(run: Run) -> ResumeReport:
     report = run.manager.resume(**{"ref": "latest", **job.resume}, **run.objects())
     if report.fresh and job.begin is not None:
         report = job.begin(run) or report
+    if "progress" not in report.restored:
+        # A fork, or a snapshot of another program: the counters follow the report.
+        run.progress.step = report.next_step - 1
     watch_for_verdict(run, report)
-    run.committed_step = report.step if report.verb == "resume" else None
+    if report.verb == "resume" and not report.fresh:
+        run.committed_step = report.step
+        run.autosave.restored(run.progress.step)
     return report
 
 
@@ -145,7 +150,7 @@ def tear_down(run: Run, error: BaseException | None) -> None:
     made = vars(run)
     with contextlib.ExitStack() as last_to_first:
         if error is None:
-            last_to_first.callback(_leave_ranks)
+            last_to_first.push(_leave_ranks)
         if "stop" in made:
             last_to_first.push(run.stop.__exit__)
         if "manager" in made:
@@ -155,7 +160,9 @@ def tear_down(run: Run, error: BaseException | None) -> None:
             last_to_first.callback(run.tracker.close)
 
 
-def _leave_ranks() -> None:
+def _leave_ranks(kind: type[BaseException] | None, *_: object) -> None:
+    if kind is not None:
+        return  # something before it failed
     distributed = loaded("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

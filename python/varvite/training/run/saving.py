@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from varvite.errors import CheckpointError
+
 if TYPE_CHECKING:
     from varvite.training.run.context import Run
 
@@ -34,11 +36,16 @@ def save_and_wait(run: Run) -> None:
 
 
 def note_durable(run: Run, *, wait: bool = False) -> None:
-    """Tells the hooks of a background save that has ended, or raises its failure."""
+    """Tells the hooks of a background save that has ended; of a failure the manager raises or warns."""
     if run.pending is None or not (wait or run.pending.done):
         return
     handle, run.pending = run.pending, None
-    info = handle.wait()
+    try:
+        info = handle.wait()
+    except CheckpointError:
+        run.committed_step = None
+        run.manager.flush()  # raises it, or warns of it where the manager is to
+        return
     timings = handle.timings
     # What a save before a deadline will take; digesting and writing overlap, so it is rather less.
     run.stop.saved_in(timings.blocked + timings.encode + timings.write + timings.sync + timings.commit)

@@ -33,8 +33,8 @@ def training_step(run: Run, batches: Sequence[Any]) -> StepOutcome:
     loss, norm = _read(summed, _clip(run))
     action = run.guard.check(loss, grad_norm=norm, scaler=run.scaler)
     updated = action is Action.PROCEED and _update(run)
-    if action is Action.SKIP and run.scaler is not None:
-        run.scaler.update()  # it must hear of the gradients that it has unscaled
+    if action is not Action.PROCEED and run.scaler is not None:
+        run.scaler.update()  # it must hear of the gradients that it has unscaled, or it refuses the next ones
     run.optimizer.zero_grad()
     return StepOutcome(loss=loss, grad_norm=norm, action=action, updated=updated)
 

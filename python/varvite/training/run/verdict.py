@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
+
+from varvite.errors import StoreError
+from varvite.notices import warn
 
 if TYPE_CHECKING:
     from varvite.records import ResumeReport
@@ -16,7 +20,9 @@ def watch_for_verdict(run: Run, report: ResumeReport) -> None:
     """Has the monitor judge the first steps after a restore, and writes down what it finds."""
     run.verdict, run.judged = None, report
     if not report.fresh:
-        run.monitor.after_resume(lambda continuity: _write_down(run, continuity))
+        # In a cycle of references a run that is over would keep its model and its workers.
+        itself = weakref.proxy(run)
+        run.monitor.after_resume(lambda continuity: _write_down(itself, continuity))
 
 
 def conclude(run: Run) -> str | None:
@@ -28,6 +34,11 @@ def conclude(run: Run) -> str | None:
 
 def _write_down(run: Run, continuity: Continuity) -> None:
     run.verdict = continuity.verdict.value
-    if run.judged.receipt is not None:
-        evidence = {"steps": list(continuity.steps), "scores": dict(continuity.scores)}
+    if run.judged.receipt is None:
+        return
+    evidence = {"steps": list(continuity.steps), "scores": dict(continuity.scores)}
+    try:
         run.manager.record_verdict(run.verdict, continuity.reason, evidence)
+    except StoreError as error:
+        # A receipt that lacks its last line is no reason to end a run; a save that fails is one.
+        warn(f"the verdict `{run.verdict}` can't be written into its receipt: {error}")
