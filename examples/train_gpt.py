@@ -173,8 +173,9 @@ class Log(Hook):
         print(f"step {handle.step}, loss: {run.metrics['loss']:.4f}")
 
     def ended(self, run: Run, result: RunResult) -> None:
-        """Show what the saves cost."""
+        """Show what the saves cost, and what a failure would have lost."""
         run.manager.print_stats()
+        print(run.autosave.describe())
 
 
 def set_up() -> None:

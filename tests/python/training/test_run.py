@@ -267,7 +267,8 @@ def test_metrics_go_to_the_tracker_and_evaluations_into_the_snapshot(tmp_path):
 
     result = run_training(job(tmp_path, 6, tracker=lambda run: tracker, evaluate=evaluate, evaluate_every=3))
     assert modes == [(False, False), (False, False)]
-    assert [step for step, _ in tracker.rows] == [0, 1, 2, 2, 3, 4, 5, 5]
+    assert [step for step, _ in tracker.rows] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+    assert set(tracker.rows[6][1]) == {"save_blocked_seconds", "expected_lost_seconds"}
     assert set(tracker.rows[0][1]) == {"loss", "grad_norm", "anomalies"}
     assert tracker.rows[3] == (2, {"accuracy": 0.2})
     assert tracker.closed

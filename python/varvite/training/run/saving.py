@@ -19,7 +19,13 @@ def save_in_background(run: Run) -> None:
     run.tell("saving", step)
     run.pending = run.manager.save(step, **_what(run))
     run.committed_step = step
-    run.autosave.saved(step, blocked_seconds=run.pending.timings.blocked)
+    blocked_seconds = run.pending.timings.blocked
+    run.autosave.saved(step, blocked_seconds=blocked_seconds)
+    costs = {
+        "save_blocked_seconds": blocked_seconds,
+        "expected_lost_seconds": run.autosave.expected_lost_seconds,
+    }
+    run.tracker.log(step, {name: cost for name, cost in costs.items() if cost is not None})
     run.tell("staged", run.pending)
 
 
