@@ -28,7 +28,7 @@ from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded
 from varvite.plans import ObjectPlan, Problems, may_convert
 from varvite.records import Mismatched
-from varvite.schedules import learning_rates, scale_schedules
+from varvite.schedules import compare_schedules, learning_rates, scale_schedules
 from varvite.state import flatten, state_dict_node, structure_leaves, structure_names, unflatten
 from varvite.tensors import TensorSpec, allocate, allocate_array, describe, find_ties, is_direct
 
@@ -262,7 +262,7 @@ def _plan_object(
         found.add(plan)
         return ObjectPlan(dict(plan.destinations), found, plan.commit)
     if kind == "stateful":
-        return _plan_stateful(stateful_of(keyword, value), saved, view)
+        return _plan_stateful(keyword, stateful_of(keyword, value), saved, view)
     return plan_nest(keyword, value, saved, view, allow_narrowing=allow_narrowing)
 
 
@@ -422,9 +422,10 @@ def _plan_by_load_state_dict(
     return ObjectPlan(view.unique(buffers), plan.found, commit)
 
 
-def _plan_stateful(value: Any, saved: SavedObject, view: SnapshotView) -> ObjectPlan:
+def _plan_stateful(keyword: str, value: Any, saved: SavedObject, view: SnapshotView) -> ObjectPlan:
     buffers = view.allocate_for(saved.structure)
     found = Problems(matched=structure_names(saved.structure))
+    found.add(compare_schedules(keyword, value, unflatten(saved.structure, SavedName)))
     check = getattr(value, "check_state_dict", None)
     if check is not None and not buffers:
         # A state without tensors is known before anything is read: a refusal here changes nothing.

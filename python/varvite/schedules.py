@@ -1,4 +1,6 @@
-"""Learning rates of schedulers after an override: the schedule goes on from the new rate, in its own shape.
+"""Schedulers in a restore: whether a saved state is theirs, and their learning rates after an override.
+
+After an override the schedule goes on from the new rate, in its own shape.
 
 Some schedulers multiply the rate that the optimizer has, and follow an override by themselves. Others
 compute each rate from one they keep since they were made; the next step of these would take an override
@@ -7,19 +9,61 @@ back. What they keep is scaled as the rate was.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
+
+from varvite.plans import Problems
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["learning_rates", "scale_schedules"]
+__all__ = ["compare_schedules", "learning_rates", "scale_schedules"]
 
 _KEPT_RATES: Final = ("base_lrs", "max_lrs")
 """Attributes of schedulers with a rate for each group that others are computed from."""
 
 _GROUP_RATES: Final = ("initial_lr", "max_lr", "min_lr", "swa_lr")
 """What schedulers keep in parameter groups for the same purpose."""
+
+
+_OF_SOME_VERSIONS: Final = ("verbose",)
+"""What schedulers of some versions of torch keep beside what makes the schedule."""
+
+
+def compare_schedules(keyword: str, scheduler: Any, saved: Mapping[str, Any]) -> Problems:
+    """Compares what a scheduler keeps with what was saved, by key.
+
+    A scheduler takes over any state it is given. That of another class would leave it with a schedule that is
+    half its own, and nothing would say so. Only classes of torch are looked at: those of a program may keep
+    more after some steps than at first.
+
+    Args:
+        keyword: The keyword it is given under.
+        scheduler: The live object; what is no scheduler of torch has no problem.
+        saved: Its saved state.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+        >>> saved = torch.optim.lr_scheduler.StepLR(optimizer, 5).state_dict()
+        >>> live = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        >>> compare_schedules("scheduler", live, saved).unexpected
+        ['scheduler.step_size']
+    """
+    found = Problems()
+    if type(scheduler).__module__ != "torch.optim.lr_scheduler" or not isinstance(saved, Mapping):
+        return found
+    live = scheduler.state_dict()
+    found.missing = [f"{keyword}.{key}" for key in live if _is_of_schedule(key) and key not in saved]
+    found.unexpected = [f"{keyword}.{key}" for key in saved if _is_of_schedule(key) and key not in live]
+    parts, saved_parts = getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())
+    for index, (part, saved_part) in enumerate(zip(parts, saved_parts, strict=False)):
+        found.add(compare_schedules(f"{keyword}.{index}", part, saved_part))
+    return found
+
+
+def _is_of_schedule(key: str) -> bool:
+    return not key.startswith("_") and key not in _OF_SOME_VERSIONS
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[float | None]:

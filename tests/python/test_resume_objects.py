@@ -355,6 +355,50 @@ def test_an_optimizer_with_two_weight_sequences_is_saved_in_its_mode(manager):
     assert (other.weight.item(), restored.state[other.weight]["z"].item()) == (4.0, 9.0)
 
 
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_a_scheduler_of_another_class_is_refused_and_nothing_changes(manager, in_sequence):
+    schedulers = torch.optim.lr_scheduler
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def build(scheduler):
+        if not in_sequence:
+            return scheduler
+        parts = [schedulers.LinearLR(optimizer, 0.5), scheduler]
+        return schedulers.SequentialLR(optimizer, parts, milestones=[3])
+
+    manager.save_sync(1, model=model, optimizer=optimizer, scheduler=build(schedulers.StepLR(optimizer, 5)))
+    other = build(schedulers.CosineAnnealingLR(optimizer, 10))
+    before = other.state_dict()
+    with pytest.raises(MismatchError) as caught:
+        manager.resume(model=model, optimizer=optimizer, scheduler=other)
+    prefix = "scheduler.1" if in_sequence else "scheduler"
+    assert caught.value.missing == [f"{prefix}.T_max", f"{prefix}.eta_min"]
+    assert caught.value.unexpected == [f"{prefix}.step_size", f"{prefix}.gamma"]
+    assert other.state_dict() == before
+
+
+def test_a_scheduler_may_lack_what_only_some_versions_of_torch_keep(manager):
+    class OfAnOlderTorch:
+        def __init__(self, scheduler):
+            self.scheduler = scheduler
+
+        def state_dict(self):
+            state = {**self.scheduler.state_dict(), "verbose": False}
+            return {key: value for key, value in state.items() if key != "_is_initial"}
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    scheduler.last_epoch = 3
+    manager.save_sync(1, scheduler=OfAnOlderTorch(scheduler))
+    live = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    manager.resume(scheduler=live)
+    assert live.last_epoch == 3
+
+
 def test_a_scheduler_does_not_step_by_being_restored(manager):
     model = nn.Linear(1, 1)
 
