@@ -90,6 +90,9 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         self._drop_last = _flag("drop_last", drop_last)
         self._rank, self._world_size = _topology(rank, world_size)
         self._dataset = dataset
+        if isinstance(dataset, DataLoader):
+            reason = "must be the dataset, not a loader of it: a loader counts batches, and a sampler samples"
+            raise InvalidInputError(f"invalid dataset: {reason}", what="dataset", reason=reason)
         length = check_number("length", dataset if isinstance(dataset, int) else len(dataset), least=1)
         self._cursor = Cursor(seed=seed, epoch=0, position=0, length=length)
         first_of_pass(self._cursor, self._world_size, drop_last=drop_last)

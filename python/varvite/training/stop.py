@@ -240,7 +240,18 @@ class StopSignal:
         """Returns what this rank sees, as a number for `settle`; 0 if it sees no reason to stop.
 
         For those who agree by a collective of their own, such as `Boundary`. Call it once a step.
+
+        Raises:
+            InvalidInputError: It was never entered, so that its signals would not be heard.
         """
+        if self._signals and self._process == 0:
+            reason = "it was not entered, and would hear no signal"
+            raise InvalidInputError(
+                f"cannot ask a stop signal: {reason}",
+                hint="put `with StopSignal() as stop:` around the training loop, or pass signals=()",
+                what="stop",
+                reason=reason,
+            )
         _hear_signals()
         now = time.monotonic()
         if self._boundary_at is not None:
@@ -388,7 +399,9 @@ def check_steps(step: int, least: int, most: int) -> None:
 def _read_signals(signals: Iterable[str]) -> tuple[signal.Signals, ...]:
     reason = "must be names of signals that can be handled, such as `SIGTERM`"
     if isinstance(signals, str):
-        raise InvalidInputError(f"invalid signals `{signals}`: {reason}", what="signals", reason=reason)
+        message = f"invalid signals `{signals}`: must be a sequence of names, not one"
+        hint = f'pass signals=("{signals}",)'
+        raise InvalidInputError(message, hint=hint, what="signals", reason=reason)
     numbers = []
     for name in signals:
         number = getattr(signal.Signals, name, None) if isinstance(name, str) else None

@@ -558,3 +558,8 @@ def test_a_plain_loader_is_refused_by_save_and_resume(tmp_path):
         with pytest.raises(InvalidInputError, match="invalid loader `data`"):
             manager.resume(data=loader, model=weights)
         assert torch.equal(weights.weight, before)
+
+
+def test_a_loader_is_no_dataset():
+    with pytest.raises(InvalidInputError, match="must be the dataset, not a loader of it"):
+        ResumableSampler(DataLoader(range(8), batch_size=4))

@@ -497,6 +497,22 @@ def test_arguments_that_are_not_legal(arguments, what):
     assert caught.value.what == what
 
 
+def test_a_signal_alone_is_no_sequence_of_signals_and_is_told_so():
+    with pytest.raises(InvalidInputError, match="must be a sequence of names, not one") as caught:
+        StopSignal("SIGTERM", slurm=False)
+    assert caught.value.hint == 'pass signals=("SIGTERM",)'
+
+
+def test_one_that_was_never_entered_does_not_pretend_to_listen():
+    stop = StopSignal(slurm=False)
+    with pytest.raises(InvalidInputError, match="it was not entered, and would hear no signal"):
+        stop.check(0)
+    assert StopSignal((), slurm=False).check(0) is None
+    with stop:
+        pass
+    assert stop.check(0) is None
+
+
 # ---- signals that a thread of a library takes ----------------------------------------------------
 
 
