@@ -151,7 +151,8 @@ class NonFiniteGuard:
         self.consecutive += 1
         self.failures += 1
         what = "the loss is" if loss_failed else "the loss is finite and its gradients are"
-        self.reason = f"{what} not finite, {self.consecutive} steps in a row"
+        steps = "1 step" if self.consecutive == 1 else f"{self.consecutive} steps in a row"
+        self.reason = f"{what} not finite, {steps}"
         return self._choose()
 
     def _choose(self) -> Action:

@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from processes import jobs
@@ -111,6 +112,8 @@ def live(case: dict[str, Any]) -> int:
 
 
 def main() -> None:
+    # What is said on the error output is what must not be.
+    warnings.filterwarnings("ignore", "rolled back to the state after step")
     with tempfile.TemporaryDirectory() as folder:
         # Once here, so that what is imported on the way is there in each fork.
         run_training(jobs.job(folder, 1))

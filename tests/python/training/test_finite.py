@@ -37,7 +37,7 @@ def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
 def test_a_loss_that_is_not_finite_is_seen(loss):
     guard = NonFiniteGuard("stop")
     assert (guard.check(torch.tensor(1.0)), guard.check(loss)) == (PROCEED, STOP)
-    assert guard.reason == "the loss is not finite, 1 steps in a row"
+    assert guard.reason == "the loss is not finite, 1 step"
 
 
 def gradient(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -67,7 +67,7 @@ def test_gradients_that_are_not_finite_under_a_finite_loss_are_seen():
         guard = NonFiniteGuard("stop")
         assert guard.check(1.0, parameters=iter([without, fine, empty, half])) is PROCEED
         assert guard.check(1.0, parameters=[without, fine, bad, half]) is STOP
-        assert guard.reason == "the loss is finite and its gradients are not finite, 1 steps in a row"
+        assert guard.reason == "the loss is finite and its gradients are not finite, 1 step"
     assert NonFiniteGuard("stop").check(1.0, parameters=[without]) is PROCEED
     assert NonFiniteGuard("stop").check(1.0, grad_norm=torch.tensor(NAN)) is STOP
     assert NonFiniteGuard("stop").check(1.0, grad_norm=math.inf) is STOP
@@ -118,7 +118,7 @@ def test_skip_counts_failures_in_a_row_and_then_stops():
 
 def test_warn_goes_on_with_a_warning_and_then_stops():
     guard = NonFiniteGuard("warn", max_consecutive=1)
-    with pytest.warns(RuntimeWarning, match="training goes on, though the loss is not finite, 1 steps"):
+    with pytest.warns(RuntimeWarning, match="training goes on, though the loss is not finite, 1 step$"):
         assert guard.check(NAN) is PROCEED
     assert guard.check(NAN) is STOP
 
@@ -339,7 +339,7 @@ def test_a_guard_keeps_its_counts_over_rollbacks_and_so_reaches_its_limit(manage
     run = Run()
     assert run.train(manager, 20, bad=(5, 7, 9)) == 5
     assert run.guard.rollbacks == 2
-    assert run.guard.reason == "the loss is not finite, 1 steps in a row, after 2 rollbacks"
+    assert run.guard.reason == "the loss is not finite, 1 step, after 2 rollbacks"
 
 
 def test_without_a_healthy_snapshot_nothing_is_changed(manager):

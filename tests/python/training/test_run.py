@@ -212,12 +212,17 @@ def poisoned(steps: set[int]) -> Any:
 def test_a_loss_that_is_not_finite_stops_the_run_without_a_save(tmp_path):
     result = run_training(job(tmp_path, loss=poisoned({7}), non_finite={"policy": "stop"}))
     assert result.exit_code == ExitCode.NOT_FINITE
-    assert result.reason == "the loss is not finite, 1 steps in a row"
+    assert result.reason == "the loss is not finite, 1 step"
     assert (result.step, result.snapshot.step) == (6, 4)
 
 
 def test_a_skipped_step_is_a_step_without_an_update(tmp_path):
-    result = run_training(job(tmp_path, loss=poisoned({7, 8}), non_finite={"policy": "skip"}))
+    with pytest.warns(RuntimeWarning) as told:
+        result = run_training(job(tmp_path, loss=poisoned({7, 8}), non_finite={"policy": "skip"}))
+    assert [str(one.message) for one in told] == [
+        "step 7 was skipped: the loss is not finite, 1 step",
+        "step 8 was skipped: the loss is not finite, 2 steps in a row",
+    ]
     assert (result.exit_code, result.step) == (ExitCode.FINISHED, 11)
     with CheckpointManager(tmp_path / "run") as manager:
         saved = manager.load()
@@ -228,9 +233,10 @@ def test_a_skipped_step_is_a_step_without_an_update(tmp_path):
 
 def test_a_rollback_goes_back_in_everything_but_the_data_and_is_saved_at_once(tmp_path):
     record = Record()
-    result = run_training(
-        job(tmp_path, loss=poisoned({7}), non_finite={"policy": "rollback"}), hooks=[record]
-    )
+    rolls_back = job(tmp_path, loss=poisoned({7}), non_finite={"policy": "rollback"})
+    told = "^rolled back to the state after step 4: the loss is not finite, 1 step$"
+    with pytest.warns(RuntimeWarning, match=told):
+        result = run_training(rolls_back, hooks=[record])
     assert result.exit_code == ExitCode.FINISHED
     steps = [what for event, what in record.events if event == "stepped"]
     assert steps == [*range(7), *range(5, 12)]
@@ -356,9 +362,42 @@ def test_numbers_of_a_job_are_checked(tmp_path):
         job(tmp_path, clip_grad_norm=0.0)
 
 
+@pytest.mark.parametrize("name", ["model", "optimizer", "data", "loss", "scheduler"])
+def test_a_job_takes_functions_and_not_what_they_make(tmp_path, name):
+    objects = {"model": model(), "optimizer": optimizer(model()), "data": data(), "loss": 0.5, "scheduler": 1}
+    with pytest.raises(InvalidInputError, match=f"invalid {name}: must be a function") as caught:
+        job(tmp_path, **{name: objects[name]})
+    assert caught.value.what == name
+    job(tmp_path, loss=nn.MSELoss(), scaler=torch.amp.GradScaler)
+
+
+def test_a_step_function_that_returns_no_outcome_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match="step_fn: it must return a StepOutcome, not NoneType"):
+        run_training(job(tmp_path), step_fn=lambda run, batches: None)
+
+
+def test_a_result_prints_as_one_line(tmp_path):
+    result = run_training(job(tmp_path))
+    assert str(result) == f"finished (0) after step 11; newest snapshot: {result.snapshot}"
+    stopping = Record(stepped=at(12, lambda: signal.raise_signal(signal.SIGTERM)))
+    result = run_training(job(tmp_path, 15), hooks=[stopping])
+    how = "resumable (75) after step 12, SIGTERM came to rank 0; restart not evaluated"
+    assert str(result) == f"{how}; newest snapshot: {result.snapshot}"
+
+
 def test_data_without_a_batch_is_an_error(tmp_path):
     with pytest.raises(InvalidInputError, match="no batch"):
         run_training(job(tmp_path, data=lambda: DataLoader([], batch_size=1)))
+
+
+def test_batches_of_any_kind_are_trained_on_and_saved_between_epochs(tmp_path):
+    batches = list(numbers().split(BATCH))
+    settings = {"data": lambda: batches, "autosave": {"every_steps": len(batches)}}
+    steps = 2 * len(batches)
+    result = run_training(job(tmp_path, steps, **settings))
+    assert (result.exit_code, result.snapshot.step) == (ExitCode.FINISHED, steps - 1)
+    again = run_training(job(tmp_path, steps + len(batches), **settings))
+    assert (again.report.next_step, again.step) == (steps, steps + len(batches) - 1)
 
 
 def test_retention_and_metadata_go_to_the_manager(tmp_path):

@@ -61,23 +61,26 @@ def scaler() -> torch.amp.GradScaler:
 def test_a_rollback_with_a_scaler_goes_on(tmp_path):
     job = jobs.job(tmp_path, loss=poisoned(7), scaler=scaler, non_finite={"policy": "rollback"})
     hook = At()
-    assert run_training(job, hooks=[hook]).exit_code == ExitCode.FINISHED
+    with pytest.warns(RuntimeWarning, match="rolled back to the state after step 4"):
+        assert run_training(job, hooks=[hook]).exit_code == ExitCode.FINISHED
     assert hook.steps == [*range(7), *range(5, 12)]
 
 
 def test_without_a_healthy_snapshot_a_rollback_stops_the_run_as_not_finite(tmp_path):
     result = run_training(jobs.job(tmp_path, loss=poisoned(2), non_finite={"policy": "rollback"}))
     assert (result.exit_code, result.step, result.snapshot) == (ExitCode.NOT_FINITE, 1, None)
-    assert result.reason == "the loss is not finite, 1 steps in a row, and no snapshot is healthy"
+    assert result.reason == "the loss is not finite, 1 step, and no snapshot is healthy"
 
 
 def test_the_limit_of_rollbacks_holds_over_restarts(tmp_path):
     settings = {"non_finite": {"policy": "rollback", "max_rollbacks": 2}}
     first = At(step6=lambda: signal.raise_signal(signal.SIGTERM))
-    assert run_training(jobs.job(tmp_path, loss=poisoned(5), **settings), hooks=[first]).step == 6
-    result = run_training(jobs.job(tmp_path, loss=poisoned(0, 1), **settings))
+    with pytest.warns(RuntimeWarning, match="rolled back"):
+        assert run_training(jobs.job(tmp_path, loss=poisoned(5), **settings), hooks=[first]).step == 6
+    with pytest.warns(RuntimeWarning, match="rolled back"):
+        result = run_training(jobs.job(tmp_path, loss=poisoned(0, 1), **settings))
     assert (result.exit_code, result.step) == (ExitCode.NOT_FINITE, 6)
-    assert result.reason == "the loss is not finite, 1 steps in a row, after 2 rollbacks"
+    assert result.reason == "the loss is not finite, 1 step, after 2 rollbacks"
 
 
 def test_a_step_that_comes_again_after_a_rollback_is_saved_again(tmp_path):
@@ -92,7 +95,8 @@ def test_a_step_that_comes_again_after_a_rollback_is_saved_again(tmp_path):
                     run.model[0].bias.fill_(float("inf"))
 
     settings = {"autosave": {"every_steps": 1}, "non_finite": {"policy": "rollback"}}
-    assert run_training(jobs.job(tmp_path, 6, **settings), hooks=[Spoil(), hook]).step == 5
+    with pytest.warns(RuntimeWarning, match="rolled back to the state after step 2"):
+        assert run_training(jobs.job(tmp_path, 6, **settings), hooks=[Spoil(), hook]).step == 5
     assert hook.steps == [0, 1, 2, 3, 3, 4, 5]
     assert hook.saves == hook.steps
 

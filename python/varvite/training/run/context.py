@@ -248,6 +248,14 @@ class RunResult:
     snapshot: SnapshotInfo | None
     verdict: str | None
 
+    def __str__(self) -> str:
+        """Returns one line."""
+        how = self.exit_code.name.lower().replace("_", " ")
+        why = "" if self.reason is None else f", {self.reason}"
+        where = "no snapshot" if self.snapshot is None else f"newest snapshot: {self.snapshot}"
+        verdict = "" if self.verdict is None else f"; restart {self.verdict}"
+        return f"{how} ({int(self.exit_code)}) after step {self.step}{why}{verdict}; {where}"
+
     def exit(self) -> NoReturn:
         """Ends the process with the exit code, also where the scheduler sends its signal once more."""
         if self.exit_code is not ExitCode.FINISHED:

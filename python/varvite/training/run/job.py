@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import InvalidInputError
+from varvite.plain import type_name
 
 if TYPE_CHECKING:
     import torch
@@ -91,10 +92,10 @@ class Job:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
+        """Checks that numbers are in their range, and that functions are functions.
 
         Raises:
-            InvalidInputError: One is out of its range.
+            InvalidInputError: One is not.
         """
         for name, least in (("steps", 0), ("micro_batches", 1), ("evaluate_every", 0), ("seed", 0)):
             value = getattr(self, name)
@@ -105,3 +106,22 @@ class Job:
             reason = "must be above 0"
             message = f"invalid clip_grad_norm: {reason}, not: {self.clip_grad_norm!r}"
             raise InvalidInputError(message, what="clip_grad_norm", reason=reason)
+        for name in _FUNCTIONS:
+            _check_function(name, getattr(self, name))
+
+
+_FUNCTIONS = ("model", "optimizer", "data", "loss", "scheduler", "scaler", "average")
+_NOT_NEEDED = ("scheduler", "scaler", "average")
+
+
+def _check_function(name: str, value: Any) -> None:
+    if value is None and name in _NOT_NEEDED:
+        return
+    # A module can be called too, and fails much later; as a loss it is what it should be.
+    is_object = name != "loss" and hasattr(value, "state_dict") and not isinstance(value, type)
+    if callable(value) and not is_object:
+        return
+    makes = "gives" if name == "loss" else "makes"
+    reason = f"must be a function that {makes} the {name}, not {type_name(value)}"
+    hint = None if name == "loss" else f"write a function that returns it: each process makes its own {name}"
+    raise InvalidInputError(f"invalid {name}: {reason}", hint=hint, what=name, reason=reason)

@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import InvalidInputError, SnapshotNotFoundError
+from varvite.notices import warn
+from varvite.plain import type_name
 from varvite.training import rng
 from varvite.training.boundary import Boundary
 from varvite.training.exits import ExitCode
 from varvite.training.finite import Action, roll_back
 from varvite.training.modes import evaluating
-from varvite.training.run.context import Ending
+from varvite.training.run.context import Ending, StepOutcome
 from varvite.training.run.saving import note_durable, save_and_wait, save_in_background
 from varvite.training.run.verdict import watch_for_verdict
 
 if TYPE_CHECKING:
-    from varvite.training.run.context import Run, StepOutcome
+    from varvite.training.run.context import Run
 
 __all__ = ["run_loop"]
 
@@ -34,7 +36,7 @@ def run_loop(run: Run) -> Ending:
     windows = _windows(run)
     while True:
         batches = next(windows)
-        outcome = run.step_function(run, batches)
+        outcome = _do_step(run, batches)
         if outcome.action is Action.STOP:
             return Ending(ExitCode.NOT_FINITE, run.guard.reason)
         if outcome.action is Action.ROLL_BACK:
@@ -42,6 +44,8 @@ def run_loop(run: Run) -> Ending:
                 return Ending(ExitCode.NOT_FINITE, f"{run.guard.reason}, and no snapshot is healthy")
             continue
         run.progress.advance(batches=len(batches), updated=outcome.updated)
+        if outcome.action is Action.SKIP:
+            _tell(run, f"step {run.progress.step} was skipped: {run.guard.reason}")
         _observe(run, outcome)
         _evaluate(run)
         note_durable(run)
@@ -54,6 +58,25 @@ def run_loop(run: Run) -> Ending:
             return Ending(decision.stop.exit_code, str(decision.stop))
         if decision.save:
             save_in_background(run)
+
+
+def _do_step(run: Run, batches: list[Any]) -> StepOutcome:
+    outcome: Any = run.step_function(run, batches)
+    if not isinstance(outcome, StepOutcome):
+        reason = f"it must return a StepOutcome, not {type_name(outcome)}"
+        raise InvalidInputError(
+            f"invalid step_fn: {reason}",
+            hint="return what `varvite.training.training_step` does, or call it",
+            what="step_fn",
+            reason=reason,
+        )
+    return outcome
+
+
+def _tell(run: Run, message: str) -> None:
+    """Warns on the first rank: the decision is that of all."""
+    if run.agreement.rank == 0:
+        warn(message)
 
 
 def _windows(run: Run) -> Iterator[list[Any]]:
@@ -126,11 +149,13 @@ def _roll_back(run: Run) -> bool:
         False where no snapshot is healthy; nothing was changed.
     """
     note_durable(run, wait=True)
+    reason = run.guard.reason
     try:
         report = roll_back(run.manager, run.objects(), keep_position=["data", "run"])
     except SnapshotNotFoundError:
         return False
     run.committed_step = report.step
+    _tell(run, f"rolled back to the state after step {report.step}: {reason}")
     run.autosave.restored(run.progress.step)
     watch_for_verdict(run, report)
     # What it has logged of the steps that are given up goes with them.

@@ -137,7 +137,10 @@ def make_data(run: Run) -> ResumableLoader:
 
     # Making a loader may draw, and on a resume the generators are where the run left them.
     with rng.unmoved():
-        run.data.attach(run.job.data(), shield=run.stop.shield)
+        loader = run.job.data()
+        # A list of batches, or a generator, starts no workers that a signal could end.
+        shield = run.stop.shield if hasattr(loader, "num_workers") else None
+        run.data.attach(loader, shield=shield)
     return run.data
 
 
