@@ -407,6 +407,13 @@ def _hint_tensor_not_found(facts: Mapping[str, Any]) -> str:
     return "list the names with `varvite show` or `manager.entries()`"
 
 
+def _hint_locked(facts: Mapping[str, Any]) -> str:
+    here = f"process {os.getpid()} on {os.uname().nodename} "
+    if str(facts.get("holder") or "").startswith(here):
+        return "this process has a manager open here: use or close that one, or open with read_only=True"
+    return "wait until the other process ends, or open with read_only=True"
+
+
 def _hint_store(facts: Mapping[str, Any]) -> str | None:
     return _STORE_HINTS.get(facts.get("errno"))
 
@@ -436,7 +443,7 @@ _HINTS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "SnapshotNotFound": _hint_snapshot_not_found,
     "TensorNotFound": _hint_tensor_not_found,
     "Conflict": _always("another run writes here: give each run its own folder, then reopen this one"),
-    "Locked": _always("wait until the other process ends, or open with read_only=True"),
+    "Locked": _hint_locked,
     "Unsupported": _always("upgrade Varvite: a newer version wrote this"),
     "Corrupt": _always("run `varvite verify` to see what is damaged, and use another snapshot"),
     "Incomplete": _always("save again on every rank; the snapshots before this one are whole"),

@@ -175,7 +175,8 @@ def flatten_state(walk: Walk, state: dict[Any, Any] | None, objects: Mapping[str
     """
     if state is not None and not isinstance(state, dict):
         reason = f"must be a dict whose values are a nest of state, not {type_name(state)}"
-        raise InvalidInputError(f"invalid state: {reason}", what="state", reason=reason)
+        hint = "give objects by keyword, such as model=model" if kind_of(state) != "nest" else None
+        raise InvalidInputError(f"invalid state: {reason}", hint=hint, what="state", reason=reason)
     for keyword in objects:
         if state is not None and keyword in state:
             reason = "it is both a key of the state and a keyword argument"

@@ -114,7 +114,7 @@ def _advice(mismatched: list[Mismatched]) -> str:
             "or allow_narrowing=True to a fork"
         )
     if mismatched:
-        return "build the objects as they were saved"
+        return "build the objects as they were saved, or begin another run on the weights with warm_start"
     return "pass the objects that were saved, or strict=False to load what matches"
 
 

@@ -408,7 +408,8 @@ class Repository:
                 f"cannot {what}: {reason}", hint="make a new manager here", what="manager"
             )
         if self._closed:
-            raise InvalidInputError(f"cannot {what}: the manager is closed", what="manager")
+            hint = "do it before close(), within the `with` block of the manager"
+            raise InvalidInputError(f"cannot {what}: the manager is closed", hint=hint, what="manager")
 
     def _settle(self) -> None:
         """Waits for the running save, so that a read sees what this process has saved before."""

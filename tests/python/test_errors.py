@@ -134,6 +134,11 @@ def test_errors_are_ordinary_exceptions() -> None:
         ("Mismatch", {"field": "shape"}, "build the object as it was saved, or load only the names that fit"),
         ("Locked", {}, "wait until the other process ends, or open with read_only=True"),
         (
+            "Locked",
+            {"holder": f"process {os.getpid()} on {os.uname().nodename} since 5 (unix milliseconds)"},
+            "this process has a manager open here: use or close that one, or open with read_only=True",
+        ),
+        (
             "Store",
             {"errno": errno.EROFS},
             "the file system is read-only: choose another folder, or pass read_only=True",

@@ -46,7 +46,8 @@ def receipts(run: str, newest: int | None, iso: bool, exact_bytes: bool, output:
     """List what was restored from RUN or into it, oldest first, and how each run went on.
 
     `verified` are the bytes whose digest was checked, `ranks` those that saved and those that were restored.
-    A verdict says whether losses and gradients went on as before. `--json` has everything that a receipt
+    A verdict says whether losses and gradients went on as before; a loop of
+    your own writes one by `manager.record_verdict`. `--json` has everything that a receipt
     holds: names that did not match, cursors, versions, source, settings, and the figures of the verdict.
     With `--quiet` only numbers are written, one a line.
     """
@@ -106,8 +107,8 @@ def _ranks(receipt: Receipt) -> str:
 
 
 def _show_reason(found: list[Receipt], output: Output) -> None:
-    """Says why the last run did not go on as before: the first thing that a reader wants to know then."""
-    if found and found[-1].verdict == "discontinuous" and found[-1].reason:
+    """Says why the last run is not known to go on as before: the first thing that a reader asks then."""
+    if found and found[-1].verdict in ("discontinuous", "not evaluated") and found[-1].reason:
         output.message(f"receipt {found[-1].number}: {printable(found[-1].reason)}")
 
 

@@ -89,7 +89,8 @@ def prove_resume(
     generators. Hooks are not called, and no tracker is opened. Called by one rank.
 
     Args:
-        job: The job, of functions that a fresh process can import.
+        job: The job, of functions that a fresh process can import. A script that calls this does so under
+            `if __name__ == "__main__":`, as with any process that `multiprocessing` spawns.
         steps: How many steps; `None` for those between the two newest snapshots.
         step_fn: The one that the job was run with.
         phases: Functions instead of those of `varvite.training.run.phases`.
@@ -232,7 +233,8 @@ def _in_fresh_process(scratch: str, task: tuple[Any, ...]) -> tuple[str, Digests
     except BrokenProcessPool as error:
         raise CheckpointError(
             "cannot do steps again: the fresh process ended before it was done",
-            hint="its error output says why; the functions of the job must lie in a module or script file",
+            hint="its error output says why; the functions of the job must lie in a module or script file, "
+            'and a script must start its work under `if __name__ == "__main__":`',
         ) from error
 
 

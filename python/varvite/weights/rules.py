@@ -120,7 +120,10 @@ class KeyPlan:
 
     def _advice(self) -> str:
         if self.mismatched:
-            return "pass skip_shape_mismatches=True to keep what does not fit, or drop it with a rule of None"
+            return (
+                "pass skip_shape_mismatches=True to keep what does not fit, "
+                "or drop it with a rule of None and strict=False"
+            )
         if self.unused_rules and not (self.missing or self.unexpected):
             return "mend or remove the rule; a more specific one decides before it"
         return "pass rules from saved names to live ones, or strict=False to load what matches"

@@ -107,6 +107,8 @@ def test_the_table_has_a_line_for_each_receipt_and_says_what_went_wrong_last(res
 def test_the_reason_of_a_last_run_that_did_not_go_on_is_told_and_escaped(run: Path) -> None:
     with CheckpointManager(run, fsync=False) as manager:
         manager.resume(10, strict=False, model=torch.nn.Linear(3, 2))
+        manager.record_verdict("not evaluated", "too few steps")
+        assert varvite("receipts", run).stderr == "receipt 1: too few steps\n"
         manager.record_verdict("discontinuous", "the \x1b[31mloss")
     assert varvite("receipts", run).stderr == "receipt 1: the \\x1b[31mloss\n"
     assert varvite("receipts", run, "-q").stdout == "1\n"

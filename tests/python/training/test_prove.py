@@ -78,7 +78,8 @@ def test_what_a_rollback_saved_is_no_end_of_steps_and_steps_are_not_counted_over
         return (jobs.lost_loss if next(calls) == 10 else jobs.loss)(module, batch)
 
     saves = {"autosave": {"every_steps": 4}, "non_finite": {"policy": "rollback"}}
-    run_training(jobs.job(tmp_path, loss=loss, **saves))  # saves 3, 7, 7 rolled back to, and 11
+    with pytest.warns(RuntimeWarning, match="rolled back"):
+        run_training(jobs.job(tmp_path, loss=loss, **saves))  # saves 3, 7, 7 rolled back to, and 11
     start, end = _choose(jobs.job(tmp_path), None)
     assert (start.step, start.metadata["rolled_back_to"], end.step) == (7, 2, 11)
     start, end = _choose(jobs.job(tmp_path), 8)
@@ -89,6 +90,7 @@ def test_what_fails_in_the_fresh_process_is_told(trained):
     with pytest.raises(CheckpointError, match="the fresh process ended before it was done") as caught:
         prove_resume(jobs.job(trained, loss=jobs.deadly_loss))
     assert "error output" in caught.value.hint
+    assert '`if __name__ == "__main__":`' in caught.value.hint
     stopping = jobs.job(trained, loss=jobs.lost_loss, non_finite={"policy": "stop"})
     with pytest.raises(CheckpointError, match=r"stopped after step 9: the loss is not finite"):
         prove_resume(stopping)
