@@ -18,7 +18,7 @@ from typing import Any
 
 from varvite.errors import CheckpointError, InvalidInputError, MismatchError
 from varvite.plain import loaded
-from varvite.training.deadlines import positive_seconds
+from varvite.training.checks import check_positive
 
 __all__ = ["Agreement"]
 
@@ -54,7 +54,7 @@ class Agreement:
     def __init__(self, process_group: Any = None, *, timeout_seconds: float = 600.0) -> None:
         """Keeps the arguments; the group is made by the first call that needs it."""
         self._over = process_group
-        self._timeout_seconds = positive_seconds("timeout_seconds", timeout_seconds)
+        self._timeout_seconds = check_positive("timeout_seconds", timeout_seconds)
         self._group: Any = None
         self._world: Any = None
         self._ranks: list[int] = [0]

@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from varvite.errors import InvalidInputError
@@ -15,7 +14,6 @@ __all__ = [
     "SAVE_FACTOR",
     "needed_seconds",
     "on_monotonic_clock",
-    "positive_seconds",
     "slurm_end_seconds",
     "usual_longest",
 ]
@@ -94,25 +92,3 @@ def usual_longest(step_seconds: Sequence[float]) -> float:
         0.6
     """
     return sorted(step_seconds)[-2] if len(step_seconds) > 1 else 0.0
-
-
-def positive_seconds(what: str, value: float, *, or_zero: bool = False) -> float:
-    """Returns a time that was given as an argument, checked.
-
-    Args:
-        what: Name of the argument.
-        value: The time in seconds.
-        or_zero: Whether 0 is legal.
-
-    Raises:
-        InvalidInputError: It is no number, not finite, or negative.
-
-    Example:
-        >>> positive_seconds("budget_seconds", 60)
-        60.0
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
-        reason = f"must be a time in seconds, {'0 or more' if or_zero else 'above 0'}"
-        raise InvalidInputError(f"invalid {what} `{value}`: {reason}", what=what, reason=reason)
-    return float(value)

@@ -30,6 +30,7 @@ from varvite.errors import (
     UnsupportedFormatError,
 )
 from varvite.plain import corrupt
+from varvite.training.checks import is_count
 
 if TYPE_CHECKING:
     from varvite.repository import Ref, Repository
@@ -362,9 +363,9 @@ def _read_time(saved: Any) -> datetime:
 
 
 def _read_count(saved: Any, what: str) -> int:
-    if type(saved) is not int or saved < 0:
+    if not is_count(saved):
         _refuse(what, "a whole number from 0", saved)
-    return saved
+    return int(saved)
 
 
 def _optional_text(saved: Any, what: str) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.plain import corrupt, loaded, type_name
 from varvite.training import rng
+from varvite.training.checks import is_count
 from varvite.training.cursor import read_state
 
 __all__ = ["Position", "Record", "check_record", "position_of"]
@@ -409,7 +410,7 @@ def _check_stateful(record: Record) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+    return is_count(value, limit=1 << 63)
 
 
 def _check_kind(kind: str, record: Record) -> None:

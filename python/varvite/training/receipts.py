@@ -30,6 +30,7 @@ from varvite.objects import kind_of
 from varvite.plain import Json, corrupt, short
 from varvite.records import format_bytes
 from varvite.state import flatten, from_text, to_text, unflatten
+from varvite.training.checks import check_choice, is_count
 from varvite.training.environment import describe_environment
 
 if TYPE_CHECKING:
@@ -302,9 +303,7 @@ def conclude(
         InvalidInputError: There is no such verdict, or the evidence holds what is no plain data.
         StoreError: It can't be written; the receipt is as it was.
     """
-    if verdict not in VERDICTS:
-        reason = f"must be one of {', '.join(f'`{known}`' for known in VERDICTS)}"
-        raise InvalidInputError(f"invalid verdict `{verdict}`: {reason}", what="verdict", reason=reason)
+    check_choice("verdict", verdict, VERDICTS)
     concluded = dataclasses.replace(receipt, verdict=verdict, reason=reason, evidence=dict(evidence or {}))
     engine.replace_receipt(receipt.number, concluded.to_json())
     return concluded
@@ -391,7 +390,7 @@ class _Kind(NamedTuple):
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 64
+    return is_count(value, limit=1 << 64)
 
 
 def _is_text(value: Any) -> bool:

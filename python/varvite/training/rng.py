@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from varvite.errors import InvalidInputError
 from varvite.plain import corrupt, loaded
-from varvite.training.seeds import check_number, hashed
+from varvite.training.checks import check_count, is_count
+from varvite.training.seeds import hashed
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -171,9 +172,9 @@ def derive(seed: int, rank: int, step: int) -> list[str]:
         ('python', True)
         >>> random.setstate(before)
     """
-    check_number("seed", seed, limit=1 << 64)
-    check_number("rank", rank)
-    check_number("step", step)
+    check_count("seed", seed, limit=1 << 64)
+    check_count("rank", rank)
+    check_count("step", step)
 
     def number(name: str) -> int:
         return int.from_bytes(hashed(f"varvite.rng.{name}", seed, rank, step), "little")
@@ -365,22 +366,20 @@ def _is_words(value: Any, count: int, dtype: str) -> bool:
     return getattr(value, "shape", None) == (count,) and str(value.dtype) == dtype
 
 
-def _is_below(value: Any, limit: int) -> bool:
-    return type(value) is int and 0 <= value < limit
-
-
 def _has_spare(saved: Mapping[str, Any]) -> bool:
-    return _is_below(saved.get("has_uint32"), 2) and _is_below(saved.get("uinteger"), 1 << 32)
+    return is_count(saved.get("has_uint32"), limit=2) and is_count(saved.get("uinteger"), limit=1 << 32)
 
 
 def _is_twister(saved: Mapping[str, Any]) -> bool:
     state = saved["state"]
-    return _is_words(state.get("key"), _WORD_COUNT, "uint32") and _is_below(state.get("pos"), _WORD_COUNT + 1)
+    return _is_words(state.get("key"), _WORD_COUNT, "uint32") and is_count(
+        state.get("pos"), limit=_WORD_COUNT + 1
+    )
 
 
 def _is_pcg(saved: Mapping[str, Any]) -> bool:
     state = saved["state"]
-    return _has_spare(saved) and all(_is_below(state.get(key), 1 << 128) for key in ("state", "inc"))
+    return _has_spare(saved) and all(is_count(state.get(key), limit=1 << 128) for key in ("state", "inc"))
 
 
 def _is_philox(saved: Mapping[str, Any]) -> bool:
@@ -390,7 +389,7 @@ def _is_philox(saved: Mapping[str, Any]) -> bool:
         and _is_words(state.get("counter"), 4, "uint64")
         and _is_words(state.get("key"), 2, "uint64")
         and _is_words(saved.get("buffer"), 4, "uint64")
-        and _is_below(saved.get("buffer_pos"), 5)
+        and is_count(saved.get("buffer_pos"), limit=5)
     )
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.notices import warn
 from varvite.training import rng
+from varvite.training.checks import check_count
 from varvite.training.cursor import (
     Cursor,
     SamplerState,
@@ -24,7 +25,6 @@ from varvite.training.cursor import (
 )
 from varvite.training.passes import Pass, Source, find_source
 from varvite.training.samples import EpochIndex, takes_epoch
-from varvite.training.seeds import check_number
 
 __all__ = ["ResumableSampler", "sampler_of"]
 
@@ -90,7 +90,7 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         self._drop_last = _flag("drop_last", drop_last)
         self._rank, self._world_size = _topology(rank, world_size)
         self._dataset = dataset
-        length = check_number("length", dataset if isinstance(dataset, int) else len(dataset), least=1)
+        length = check_count("length", dataset if isinstance(dataset, int) else len(dataset), least=1)
         self._cursor = Cursor(seed=seed, epoch=0, position=0, length=length)
         first_of_pass(self._cursor, self._world_size, drop_last=drop_last)
         self._pass: Pass | None = None
@@ -148,7 +148,7 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         Raises:
             InvalidInputError: It is no number, or below 0.
         """
-        check_number("epoch", epoch)
+        check_count("epoch", epoch)
         if epoch == self.epoch:
             return
         if self._restored is not None and (epoch < self._cursor.epoch or self._cursor.position):
@@ -171,7 +171,7 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         Raises:
             InvalidInputError: It is no number, or below 0.
         """
-        check_number("samples", samples)
+        check_count("samples", samples)
         if self._pass is not None:
             self._pass.advance(samples)
         else:
@@ -322,8 +322,8 @@ def _topology(rank: int | None, world_size: int | None) -> tuple[int, int]:
         reason = "give both or neither"
         raise InvalidInputError(f"invalid rank and world_size: {reason}", what="rank", reason=reason)
     if rank is not None and world_size is not None:
-        size = check_number("world_size", world_size, least=1, limit=1 << 31)
-        return check_number("rank", rank, limit=size), size
+        size = check_count("world_size", world_size, least=1, limit=1 << 31)
+        return check_count("rank", rank, limit=size), size
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

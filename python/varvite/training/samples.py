@@ -13,7 +13,8 @@ from typing import Any, Self
 
 from varvite.errors import InvalidInputError
 from varvite.plain import loaded
-from varvite.training.seeds import check_number, hashed
+from varvite.training.checks import check_count
+from varvite.training.seeds import hashed
 
 __all__ = ["EpochIndex", "PerSampleRandom", "takes_epoch"]
 
@@ -79,7 +80,7 @@ class PerSampleRandom:
         import torch
 
         self.dataset = dataset
-        self._seed = check_number("seed", seed, limit=1 << 64)
+        self._seed = check_count("seed", seed, limit=1 << 64)
         self._epoch = torch.full((), -1, dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
@@ -91,7 +92,7 @@ class PerSampleRandom:
         Raises:
             InvalidInputError: It is no number, or below 0.
         """
-        self._epoch.fill_(check_number("epoch", epoch))
+        self._epoch.fill_(check_count("epoch", epoch))
 
     def __len__(self) -> int:
         return len(self.dataset)
