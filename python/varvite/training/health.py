@@ -11,7 +11,6 @@ ends at the saved step.
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from collections import deque
@@ -22,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from varvite.errors import InvalidInputError
 from varvite.plain import corrupt
 from varvite.training.checks import check_count, check_positive
+from varvite.training.verdicts import Verdict
 
 __all__ = ["Anomaly", "Continuity", "HealthMonitor", "Verdict"]
 
@@ -32,14 +32,6 @@ _MAD_TO_DEVIATION: Final = 1.4826
 
 _SMALLEST_SCALE: Final = 1e-9
 """Spread that a baseline has at least: one of zeros has neither deviation nor level."""
-
-
-class Verdict(enum.Enum):
-    """Whether the steps after a restart continue those before the snapshot."""
-
-    CONTINUOUS = "continuous"
-    DISCONTINUOUS = "discontinuous"
-    NOT_EVALUATED = "not evaluated"
 
 
 @dataclass(frozen=True)

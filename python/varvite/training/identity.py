@@ -23,12 +23,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from varvite.errors import (
-    InvalidInputError,
-    SnapshotNotFoundError,
-    TensorNotFoundError,
-    UnsupportedFormatError,
-)
+from varvite.errors import InvalidInputError, SnapshotNotFoundError, TensorNotFoundError, too_new
 from varvite.plain import corrupt
 from varvite.training.checks import is_count
 
@@ -295,13 +290,7 @@ def _read(state: Any) -> _Saved:
     """Reads what `state_dict` gave, which may be damaged or of another program."""
     version = state.get("version") if isinstance(state, dict) else None
     if type(version) is int and version > VERSION:
-        raise UnsupportedFormatError(
-            f"cannot read a run identity of a newer version: {version}",
-            hint="upgrade Varvite: a newer version wrote this",
-            what="run identity",
-            found=str(version),
-            supported=str(VERSION),
-        )
+        raise too_new("a run identity", version, VERSION)
     if not isinstance(state, dict) or state.keys() != _KEYS or version != VERSION:
         _refuse("run identity", f"the keys {', '.join(sorted(_KEYS))}", state)
     return _Saved(

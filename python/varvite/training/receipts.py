@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from varvite.errors import CheckpointError, InvalidInputError, UnsupportedFormatError
+from varvite.errors import CheckpointError, InvalidInputError, too_new
 from varvite.notices import warn
 from varvite.objects import kind_of
 from varvite.plain import Json, corrupt, short
@@ -32,6 +32,7 @@ from varvite.records import format_bytes
 from varvite.state import flatten, from_text, to_text, unflatten
 from varvite.training.checks import check_choice, is_count
 from varvite.training.environment import describe_environment
+from varvite.training.verdicts import Verdict
 
 if TYPE_CHECKING:
     from varvite._native import Engine
@@ -50,7 +51,7 @@ __all__ = [
 
 VERBS: Final = ("resume", "warm_start", "fork")
 """What can have been done."""
-VERDICTS: Final = ("continuous", "discontinuous", "not evaluated")
+VERDICTS: Final = tuple(verdict.value for verdict in Verdict)
 """How a run can have gone on."""
 
 _CONTENT_VERSION: Final = 1
@@ -476,11 +477,4 @@ def _check_version(version: Json) -> None:
     if type(version) is not int or version < 1:
         raise corrupt("version of a receipt", "at least 1", version)
     if version > _CONTENT_VERSION:
-        supported = f"version {_CONTENT_VERSION}"
-        raise UnsupportedFormatError(
-            f"unsupported version of a receipt: found {version}, supported: {supported}",
-            hint="upgrade Varvite: a newer version wrote this",
-            what="version of a receipt",
-            found=str(version),
-            supported=supported,
-        )
+        raise too_new("a receipt", version, _CONTENT_VERSION)

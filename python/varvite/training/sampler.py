@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
-import torch.distributed
 from torch.utils.data import DataLoader, Sampler
 
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.notices import warn
+from varvite.settings import joined_distributed
 from varvite.training import rng
 from varvite.training.checks import check_count
 from varvite.training.cursor import (
@@ -259,14 +259,14 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         """
         # Nothing here may hold the iterator, which holds this generator: in a cycle of references, its
         # workers would live until the garbage is collected.
-        run = self._begin(find_source(self, sys._getframe(1)))  # noqa: SLF001 - see `find_source`
-        order = epoch_order(run.start, shuffle=self._shuffle)
-        for block in indices(run.start, order, self._rank, self._world_size, drop_last=self._drop_last):
+        begun = self._begin(find_source(self, sys._getframe(1)))  # noqa: SLF001 - see `find_source`
+        order = epoch_order(begun.start, shuffle=self._shuffle)
+        for block in indices(begun.start, order, self._rank, self._world_size, drop_last=self._drop_last):
             for index in block:
-                if self._pass is not run:
+                if self._pass is not begun:
                     raise _overtaken()
-                run.handed_out += 1
-                yield EpochIndex(index, run.start.epoch) if run.carries_epoch else index
+                begun.handed_out += 1
+                yield EpochIndex(index, begun.start.epoch) if begun.carries_epoch else index
 
     def _begin(self, source: Source | None) -> Pass:
         batch = source.batch_size if source is not None and source.drops_incomplete else None
@@ -274,15 +274,17 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         start = first_of_pass(
             self._next_start(), self._world_size, drop_last=self._drop_last, least=batch or 1
         )
-        run = Pass(start, share(start, self._world_size, drop_last=self._drop_last), self._world_size, source)
-        run.carries_epoch = takes_epoch(self._dataset)
+        begun = Pass(
+            start, share(start, self._world_size, drop_last=self._drop_last), self._world_size, source
+        )
+        begun.carries_epoch = takes_epoch(self._dataset)
         if source is not None:
-            run.carries_epoch = run.carries_epoch or takes_epoch(source.iterator._dataset)  # noqa: SLF001
+            begun.carries_epoch = begun.carries_epoch or takes_epoch(source.iterator._dataset)  # noqa: SLF001
             if undo:
                 rng.take_back_draw(source.iterator._base_seed)  # noqa: SLF001
-        self._pass = run
+        self._pass = begun
         self._restored = None
-        return run
+        return begun
 
     def __repr__(self) -> str:
         where = f"epoch={self.epoch}, length={self._cursor.length}"
@@ -324,8 +326,8 @@ def _topology(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is not None and world_size is not None:
         size = check_count("world_size", world_size, least=1, limit=1 << 31)
         return check_count("rank", rank, limit=size), size
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+    distributed = joined_distributed()
+    if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size()
     launched = os.environ.get("WORLD_SIZE", "")
     if launched.isdecimal() and int(launched) > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from varvite.errors import MismatchError
+from varvite.errors import MismatchError, first_lines
 from varvite.modules import parameter_names
 from varvite.plain import corrupt
 from varvite.training.checks import check_choice
@@ -79,9 +79,8 @@ class TrainableMask:
             f"`{name}` is {_word(live)}, but the snapshot has: {_word(saved)}"
             for name, _, live, saved in rows
         ]
-        more = f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
         raise MismatchError(
-            "other parameters are trained than were saved:\n  " + "\n  ".join(lines[:12]) + more,
+            "\n  ".join(["other parameters are trained than were saved:", *first_lines(lines, 12)]),
             hint='freeze what was frozen before the resume, or pass on_mismatch="apply"',
             field="requires_grad",
             mismatched=rows,
