@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from varvite.errors import InvalidInputError
 
 __all__ = [
-    "SAVE_FACTOR",
     "needed_seconds",
     "on_monotonic_clock",
     "slurm_end_seconds",
     "usual_longest",
 ]
 
-SAVE_FACTOR = 3.0
+_SAVE_FACTOR = 3.0
 """Times the duration of the last save to leave before a deadline: storage is slow when all jobs stop."""
 
 
@@ -75,7 +74,7 @@ def needed_seconds(least_seconds: float, saved_seconds: float, step_seconds: flo
         >>> needed_seconds(60.0, 40.0, 0.5)
         120.5
     """
-    return max(least_seconds, SAVE_FACTOR * saved_seconds) + step_seconds
+    return max(least_seconds, _SAVE_FACTOR * saved_seconds) + step_seconds
 
 
 def usual_longest(step_seconds: Sequence[float]) -> float:

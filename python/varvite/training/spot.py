@@ -25,9 +25,8 @@ from varvite.notices import warn
 from varvite.training.checks import check_choice, check_positive
 from varvite.training.deadlines import on_monotonic_clock
 
-__all__ = ["PROVIDERS", "SpotNotice", "SpotPoller"]
+__all__ = ["SpotNotice", "SpotPoller"]
 
-PROVIDERS = ("aws", "azure", "gcp")
 _ENDPOINT = "http://169.254.169.254"
 """The link-local address that all three clouds answer at."""
 _BODY_LIMIT_BYTES = 1 << 16
@@ -96,7 +95,7 @@ class SpotPoller:
         timeout_seconds: float = 2.0,
     ) -> None:
         """Checks the arguments; nothing is asked before `start`."""
-        check_choice("spot", provider, PROVIDERS)
+        check_choice("spot", provider, sorted(_READERS))
         self._address = _address(endpoint)
         self._endpoint = endpoint
         self._interval_seconds = check_positive("interval_seconds", interval_seconds)
