@@ -148,7 +148,10 @@ def _seed_all(seed: bytes) -> None:
 
 @contextlib.contextmanager
 def _given_back() -> Iterator[None]:
-    """Gives the global generators back the states they had."""
+    """Gives the global generators back the states they had.
+
+    For each sample: `rng.unmoved` would read accelerators and registered generators too, which nobody seeds.
+    """
     numpy_random, torch = loaded("numpy.random"), loaded("torch")
     python_state = random.getstate()
     numpy_state = None if numpy_random is None else numpy_random.get_state(legacy=False)
