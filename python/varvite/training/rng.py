@@ -26,7 +26,12 @@ from typing import Any
 from varvite.errors import InvalidInputError
 from varvite.plain import loaded
 from varvite.training.checks import check_count
-from varvite.training.generators.of_numpy import check_numpy, plan_numpy_global, seed_numpy_global
+from varvite.training.generators.of_numpy import (
+    check_numpy,
+    numpy_in_use,
+    plan_numpy_global,
+    seed_numpy_global,
+)
 from varvite.training.generators.of_python import capture_python, global_python, plan_python
 from varvite.training.generators.of_torch import (
     devices_of,
@@ -179,9 +184,7 @@ def derive(seed: int, rank: int, step: int) -> list[str]:
 
     names = ["python"]
     global_python().seed(number("python"))
-    # NumPy imports this part of itself on first use, and would then seed it from the machine's entropy.
-    numpy_random = None if loaded("numpy") is None else installed("numpy.random")
-    torch = loaded("torch")
+    numpy_random, torch = numpy_in_use(), loaded("torch")
     if numpy_random is not None:
         names.append("numpy")
         seed_numpy_global(numpy_random, number("numpy"))

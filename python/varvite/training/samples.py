@@ -14,6 +14,7 @@ from typing import Any, Self
 from varvite.errors import InvalidInputError
 from varvite.plain import loaded
 from varvite.training.checks import check_count
+from varvite.training.generators.of_numpy import numpy_in_use
 from varvite.training.seeds import hashed
 
 __all__ = ["EpochIndex", "PerSampleRandom", "takes_epoch"]
@@ -137,7 +138,7 @@ def takes_epoch(dataset: Any) -> bool:
 
 
 def _seed_all(seed: bytes) -> None:
-    numpy_random, torch = loaded("numpy.random"), loaded("torch")
+    numpy_random, torch = numpy_in_use(), loaded("torch")
     random.seed(int.from_bytes(seed[:8], "little"))
     if numpy_random is not None:
         numpy_random.seed(int.from_bytes(seed[8:12], "little"))
@@ -152,7 +153,7 @@ def _given_back() -> Iterator[None]:
 
     For each sample: `rng.unmoved` would read accelerators and registered generators too, which nobody seeds.
     """
-    numpy_random, torch = loaded("numpy.random"), loaded("torch")
+    numpy_random, torch = numpy_in_use(), loaded("torch")
     python_state = random.getstate()
     numpy_state = None if numpy_random is None else numpy_random.get_state(legacy=False)
     torch_state = None if torch is None else torch.get_rng_state()

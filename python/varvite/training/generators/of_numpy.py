@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from varvite.plain import loaded
 from varvite.training.checks import is_count
 from varvite.training.generators.states import WORD_COUNT, Restore, installed, refuse
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["check_numpy", "plan_numpy_global", "seed_numpy_global"]
+__all__ = ["check_numpy", "numpy_in_use", "plan_numpy_global", "seed_numpy_global"]
+
+
+def numpy_in_use() -> ModuleType | None:
+    """Returns `numpy.random` where the program has imported NumPy, else `None`.
+
+    NumPy imports this part of itself on first use, and would then seed it from the machine's entropy: who
+    seeds it has to come before.
+    """
+    if loaded("numpy") is None:
+        return None
+    return loaded("numpy.random") or installed("numpy.random")
 
 
 def plan_numpy_global(saved: Any, steps: list[Restore], skipped: list[str]) -> None:
