@@ -152,7 +152,7 @@ class Beginnings(Repository):
             ref,
             objects,
             rank=self._settings.rank,
-            label=self._settings.path.name,
+            default_name=self._settings.path.name,
             name=name,
             pin=pin,
             strict=strict,

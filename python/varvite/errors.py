@@ -24,7 +24,7 @@ import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
     "BY_KIND",
@@ -44,7 +44,9 @@ __all__ = [
     "TensorNotFoundError",
     "UnsupportedFormatError",
     "build",
+    "first_lines",
     "hint_for",
+    "too_new",
 ]
 
 
@@ -371,6 +373,35 @@ def build(kind: str, message: str, facts: Mapping[str, Any]) -> CheckpointError:
         SessionPoisonedError('this save has failed before: disk full')
     """
     return BY_KIND[kind](message, hint=hint_for(kind, facts), **facts)
+
+
+def too_new(what: str, found: int, supported: int) -> CheckpointError:
+    """Makes the error for a structure that a newer version of Varvite wrote.
+
+    Args:
+        what: The structure.
+        found: Its version.
+        supported: The newest version that this one reads.
+
+    Example:
+        >>> too_new("a receipt", 3, 1).message
+        'unsupported version of a receipt: found 3, supported: version 1'
+    """
+    supports = f"version {supported}"
+    message = f"unsupported version of {what}: found {found}, supported: {supports}"
+    facts = {"what": f"version of {what}", "found": str(found), "supported": supports}
+    return build("Unsupported", message, facts)
+
+
+def first_lines(lines: Sequence[str], count: int) -> list[str]:
+    """Returns the first lines of many, and one more that says how many are left out.
+
+    Example:
+        >>> first_lines(["a", "b", "c", "d"], 2)
+        ['a', 'b', 'and 2 more']
+    """
+    left = len(lines) - count
+    return [*lines[:count], f"and {left} more"] if left > 0 else list(lines)
 
 
 def hint_for(kind: str, facts: Mapping[str, Any]) -> str | None:

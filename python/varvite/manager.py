@@ -269,8 +269,8 @@ class CheckpointManager(Beginnings):
         """Restores the run: objects in place, random number generators last.
 
         Everything is validated before anything changes. What was restored is written into the repository as
-        a receipt, unless it is read-only. With `latest`, a damaged snapshot is passed
-        over with a warning and the next older one is taken; any other reference never falls back.
+        a receipt, unless it is read-only. With `latest`, a damaged snapshot is passed over with a warning and
+        the next older one is taken; any other reference never falls back.
 
         Args:
             ref: Which snapshot: a step, or a reference such as `latest`, `best:val_loss`, `tag:NAME`.

@@ -25,6 +25,7 @@ __all__ = [
     "SavedObject",
     "SavedTree",
     "flatten_state",
+    "is_torch_loader",
     "kind_of",
     "labels_in",
     "module_state",
@@ -70,7 +71,7 @@ def kind_of(value: Any) -> str:
             return "module"
         if isinstance(value, torch.optim.Optimizer):
             return "optimizer"
-    if _is_torch_loader(value):
+    if is_torch_loader(value):
         return "stateful"
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "stateful"
@@ -118,7 +119,7 @@ def stateful_of(keyword: str, value: Any) -> Any:
     Raises:
         InvalidInputError: It is a `DataLoader` whose position is not known.
     """
-    if not _is_torch_loader(value):
+    if not is_torch_loader(value):
         return value
     # Where the module was never imported, no loader has such a sampler.
     samplers = loaded("varvite.training.sampler")
@@ -136,7 +137,13 @@ def stateful_of(keyword: str, value: Any) -> Any:
     )
 
 
-def _is_torch_loader(value: Any) -> bool:
+def is_torch_loader(value: Any) -> bool:
+    """Tells whether a value is a `DataLoader` of torch, or of a kind made from it.
+
+    Example:
+        >>> is_torch_loader([1, 2])
+        False
+    """
     data = loaded("torch.utils.data")
     return data is not None and isinstance(value, data.DataLoader)
 

@@ -11,7 +11,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from varvite.errors import InternalError, MismatchError
+from varvite.errors import InternalError, MismatchError, first_lines
 from varvite.modules import parameter_names, unknown_parameter
 from varvite.optim_nest import Group, SavedOptimizer, read_nest
 from varvite.plain import type_name
@@ -90,9 +90,8 @@ class OptimizerPlan:
             lines += [f"the snapshot lacks: `{name}`" for name in self.missing]
             lines += [f"the optimizer lacks: `{name}`" for name in self.unexpected]
         if lines:
-            more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
             raise MismatchError(
-                f"cannot restore the optimizer: {'; '.join(lines[:8])}{more}",
+                f"cannot restore the optimizer: {'; '.join(first_lines(lines, 8))}",
                 hint="build the optimizer over the parameters it was saved with",
                 missing=self.missing,
                 unexpected=self.unexpected,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from varvite.errors import MismatchError
+from varvite.errors import MismatchError, first_lines
 
 __all__ = ["Mismatched", "ObjectPlan", "Problems", "may_convert"]
 
@@ -89,9 +89,8 @@ class Problems:
             lines += ["no name of the snapshot matches: nothing would be loaded"]
         if not lines:
             return
-        more = f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
         raise MismatchError(
-            "cannot restore, and nothing was changed:\n  " + "\n  ".join(lines[:12]) + more,
+            "\n  ".join(["cannot restore, and nothing was changed:", *first_lines(lines, 12)]),
             hint=_advice(self.mismatched),
             missing=self.missing,
             unexpected=self.unexpected,

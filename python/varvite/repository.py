@@ -1,6 +1,6 @@
-"""An open repository: what there is in it, loads, keeping and letting go.
+"""An open repository: what there is in it, loads, keeping and letting go, and receipts.
 
-`CheckpointManager` adds the walks of a save and of a resume.
+`Beginnings` adds the verbs that begin a run, and `CheckpointManager` the walks of a save and of a resume.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Ref = int | str
 
 
 class Repository:
-    """What one can do with a repository beside saving and resuming.
+    """What one can do with a repository beside saving and restoring.
 
     The parts are made by `CheckpointManager`.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from varvite.casting import SAVE_DTYPES, CastRules
 from varvite.errors import InvalidInputError, NotBuiltYetError
 from varvite.keep import Keep
+from varvite.plain import loaded
 
 __all__ = ["MergePolicy", "Settings", "read_settings"]
 
@@ -249,13 +249,26 @@ def _topology(rank: int | str | None, world_size: int | str | None, process_grou
 
 def _launched() -> tuple[int, int] | None:
     """Rank and world size by `torch.distributed` if it is initialised, else by the launcher's environment."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    distributed = joined_distributed()
+    if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size()
     world_size = _environment_number("WORLD_SIZE")
     if world_size is None:
         return None
     return _environment_number("RANK") or 0, world_size
+
+
+def joined_distributed() -> Any:
+    """Returns `torch.distributed` where the program has set it up, else `None`.
+
+    Example:
+        >>> joined_distributed() is None
+        True
+    """
+    distributed = loaded("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
 
 
 def _environment_number(name: str) -> int | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from varvite.training.environment import describe_environment
     from varvite.training.exits import ExitCode
     from varvite.training.finite import Action, NonFiniteGuard, roll_back
-    from varvite.training.health import Anomaly, Continuity, HealthMonitor, Verdict
+    from varvite.training.health import Anomaly, Continuity, HealthMonitor
     from varvite.training.identity import Origin, RunIdentity
     from varvite.training.loader import ResumableLoader
     from varvite.training.modes import OptimizerMode, evaluating
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from varvite.training.stop import StopSignal
     from varvite.training.tracking import Tracker, mode_after, open_tracker, read_rows
     from varvite.training.trainable import TrainableMask
+    from varvite.training.verdicts import Verdict
 
 __all__ = [
     "Action",
@@ -87,49 +88,49 @@ __all__ = [
 ]
 
 _HOMES = {
-    "training_step": "run.step",
-    "OptimizerMode": "modes",
-    "describe_environment": "environment",
-    "Tracker": "tracking",
-    "read_rows": "tracking",
-    "plan_warm_start": "starting",
-    "GradientAccumulation": "accumulation",
+    "Action": "finite",
     "Agreement": "agreement",
+    "Anomaly": "health",
     "Autosave": "autosave",
     "Boundary": "boundary",
-    "Decision": "boundary",
-    "Cursor": "cursor",
-    "ExitCode": "exits",
-    "Action": "finite",
-    "NonFiniteGuard": "finite",
-    "roll_back": "finite",
-    "Anomaly": "health",
     "Continuity": "health",
+    "Cursor": "cursor",
+    "Decision": "boundary",
+    "ExitCode": "exits",
+    "GradientAccumulation": "accumulation",
     "HealthMonitor": "health",
-    "Verdict": "health",
-    "Origin": "identity",
-    "RunIdentity": "identity",
-    "ResumableLoader": "loader",
-    "evaluating": "modes",
-    "Proof": "prove",
-    "prove_resume": "prove",
-    "StopKind": "reasons",
-    "StopReason": "reasons",
-    "Receipt": "receipts",
     "Hook": "run",
     "Job": "run",
+    "NonFiniteGuard": "finite",
+    "OptimizerMode": "modes",
+    "Origin": "identity",
+    "PerSampleRandom": "samples",
     "Phases": "run",
     "Progress": "run",
+    "Proof": "prove",
+    "Receipt": "receipts",
+    "ResumableLoader": "loader",
+    "ResumableSampler": "sampler",
     "Run": "run",
+    "RunIdentity": "identity",
     "RunResult": "run",
     "StepOutcome": "run",
-    "run_training": "run",
-    "ResumableSampler": "sampler",
-    "PerSampleRandom": "samples",
+    "StopKind": "reasons",
+    "StopReason": "reasons",
     "StopSignal": "stop",
+    "Tracker": "tracking",
+    "TrainableMask": "trainable",
+    "Verdict": "verdicts",
+    "describe_environment": "environment",
+    "evaluating": "modes",
     "mode_after": "tracking",
     "open_tracker": "tracking",
-    "TrainableMask": "trainable",
+    "plan_warm_start": "starting",
+    "prove_resume": "prove",
+    "read_rows": "tracking",
+    "roll_back": "finite",
+    "run_training": "run",
+    "training_step": "run.step",
 }
 _MODULES = ("rng",)
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from varvite.errors import InvalidInputError
-from varvite.plain import corrupt
-from varvite.training.checks import check_count
+from varvite.training.checks import check_count, check_counts
 
 __all__ = ["GradientAccumulation"]
 
@@ -134,10 +133,7 @@ class GradientAccumulation:
         Raises:
             CorruptionError: No `state_dict` gave it.
         """
-        if not isinstance(state, Mapping) or set(state) != {"every"}:
-            raise corrupt("accumulation", "`every`", state)
-        if type(state["every"]) is not int or state["every"] < 1:
-            raise corrupt("accumulation", "a whole number from 1", state["every"])
+        check_counts("accumulation", state, {"every": 1})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Starts a step. The live `every` stays: with another number of ranks it may be another one.

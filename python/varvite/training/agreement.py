@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from varvite.errors import CheckpointError, InvalidInputError, MismatchError
-from varvite.plain import loaded
-from varvite.training.deadlines import positive_seconds
+from varvite.settings import joined_distributed
+from varvite.training.checks import check_positive
 
 __all__ = ["Agreement"]
 
@@ -54,7 +54,7 @@ class Agreement:
     def __init__(self, process_group: Any = None, *, timeout_seconds: float = 600.0) -> None:
         """Keeps the arguments; the group is made by the first call that needs it."""
         self._over = process_group
-        self._timeout_seconds = positive_seconds("timeout_seconds", timeout_seconds)
+        self._timeout_seconds = check_positive("timeout_seconds", timeout_seconds)
         self._group: Any = None
         self._world: Any = None
         self._ranks: list[int] = [0]
@@ -64,13 +64,13 @@ class Agreement:
     @property
     def rank(self) -> int:
         """This process's place among those that agree, from 0."""
-        distributed = _distributed()
+        distributed = joined_distributed()
         return 0 if distributed is None else int(distributed.get_rank(self._over))
 
     @property
     def world_size(self) -> int:
         """Number of processes that agree; 1 without `torch.distributed`."""
-        distributed = _distributed()
+        distributed = joined_distributed()
         return 1 if distributed is None else int(distributed.get_world_size(self._over))
 
     def maximum(self, values: Sequence[int]) -> list[int]:
@@ -90,7 +90,7 @@ class Agreement:
                 those, where it is known. Every later call raises it again.
         """
         mine = _checked(values)
-        distributed = _distributed()
+        distributed = joined_distributed()
         if distributed is None:
             return mine
         if self._failure is not None:
@@ -200,14 +200,6 @@ def is_first_on_machine() -> bool:
         True
     """
     return os.environ.get("LOCAL_RANK", "0") in ("", "0")
-
-
-def _distributed() -> Any:
-    """Returns `torch.distributed` where the program has set it up, else `None`."""
-    distributed = loaded("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed
 
 
 def _checked(values: Sequence[int]) -> list[int]:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 
 from varvite.errors import InvalidInputError
-from varvite.training.deadlines import positive_seconds
+from varvite.training.checks import check_count, check_positive
 
 __all__ = ["Autosave", "best_interval_seconds", "overhead_share"]
 
@@ -108,14 +108,9 @@ class Autosave:
         }
         for name, seconds in rules.items():
             if seconds is not None:
-                positive_seconds(name, seconds)
-        if every_steps is not None and (
-            not isinstance(every_steps, int) or isinstance(every_steps, bool) or every_steps < 1
-        ):
-            reason = "must be a number of steps, 1 or more"
-            raise InvalidInputError(
-                f"invalid every_steps `{every_steps}`: {reason}", what="every_steps", reason=reason
-            )
+                check_positive(name, seconds)
+        if every_steps is not None:
+            check_count("every_steps", every_steps, least=1)
         if every_steps is None and every_seconds is None and mean_time_between_failures_seconds is None:
             reason = "pass every_steps, every_seconds or mean_time_between_failures_seconds"
             raise InvalidInputError(f"no rule for saving: {reason}", what="every_steps", reason=reason)
@@ -192,7 +187,7 @@ class Autosave:
         Raises:
             InvalidInputError: The time is negative or no time.
         """
-        self._costs.append(positive_seconds("blocked_seconds", blocked_seconds, or_zero=True))
+        self._costs.append(check_positive("blocked_seconds", blocked_seconds, or_zero=True))
         self.restored(step)
 
     def restored(self, step: int) -> None:

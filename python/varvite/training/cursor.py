@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from varvite.errors import InvalidInputError
 from varvite.plain import corrupt
-from varvite.training.seeds import check_number, hashed
+from varvite.training.checks import check_count
+from varvite.training.seeds import hashed
 
 if TYPE_CHECKING:
     import torch
@@ -65,10 +66,10 @@ class Cursor:
     length: int
 
     def __post_init__(self) -> None:
-        check_number("seed", self.seed, limit=1 << 64)
-        check_number("epoch", self.epoch)
-        check_number("length", self.length, least=1)
-        check_number("position", self.position, limit=self.length)
+        check_count("seed", self.seed, limit=1 << 64)
+        check_count("epoch", self.epoch)
+        check_count("length", self.length, least=1)
+        check_count("position", self.position, limit=self.length)
 
     @property
     def remaining(self) -> int:
@@ -85,7 +86,7 @@ class Cursor:
         Raises:
             InvalidInputError: It is no number, or below 0.
         """
-        check_number("samples", samples)
+        check_count("samples", samples)
         if samples >= self.remaining:
             return self.next_epoch()
         return dataclasses.replace(self, position=self.position + samples)

@@ -6,21 +6,18 @@ nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from varvite.errors import InvalidInputError
 
 __all__ = [
-    "SAVE_FACTOR",
     "needed_seconds",
     "on_monotonic_clock",
-    "positive_seconds",
     "slurm_end_seconds",
     "usual_longest",
 ]
 
-SAVE_FACTOR = 3.0
+_SAVE_FACTOR = 3.0
 """Times the duration of the last save to leave before a deadline: storage is slow when all jobs stop."""
 
 
@@ -77,7 +74,7 @@ def needed_seconds(least_seconds: float, saved_seconds: float, step_seconds: flo
         >>> needed_seconds(60.0, 40.0, 0.5)
         120.5
     """
-    return max(least_seconds, SAVE_FACTOR * saved_seconds) + step_seconds
+    return max(least_seconds, _SAVE_FACTOR * saved_seconds) + step_seconds
 
 
 def usual_longest(step_seconds: Sequence[float]) -> float:
@@ -94,25 +91,3 @@ def usual_longest(step_seconds: Sequence[float]) -> float:
         0.6
     """
     return sorted(step_seconds)[-2] if len(step_seconds) > 1 else 0.0
-
-
-def positive_seconds(what: str, value: float, *, or_zero: bool = False) -> float:
-    """Returns a time that was given as an argument, checked.
-
-    Args:
-        what: Name of the argument.
-        value: The time in seconds.
-        or_zero: Whether 0 is legal.
-
-    Raises:
-        InvalidInputError: It is no number, not finite, or negative.
-
-    Example:
-        >>> positive_seconds("budget_seconds", 60)
-        60.0
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
-        reason = f"must be a time in seconds, {'0 or more' if or_zero else 'above 0'}"
-        raise InvalidInputError(f"invalid {what} `{value}`: {reason}", what=what, reason=reason)
-    return float(value)

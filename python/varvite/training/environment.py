@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from varvite._native import __version__
 from varvite.plain import loaded
 
 if TYPE_CHECKING:
@@ -72,8 +73,6 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _versions(torch: ModuleType | None) -> dict[str, str]:
-    from varvite import __version__
-
     versions = {"varvite": __version__, "python": platform.python_version()}
     numpy = loaded("numpy")
     if numpy is not None:

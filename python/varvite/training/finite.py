@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from varvite.errors import InvalidInputError
 from varvite.notices import warn
 from varvite.objects import kind_of
-from varvite.plain import corrupt, loaded
-from varvite.training.checks import check_count
+from varvite.plain import loaded
+from varvite.training.checks import check_choice, check_count, check_counts
 
 if TYPE_CHECKING:
     import torch
@@ -78,16 +78,14 @@ class NonFiniteGuard:
         agree: Callable[[list[int]], list[int]] | None = None,
     ) -> None:
         """Makes a guard that has seen no failure."""
-        if policy not in _TOLERATED:
-            reason = f"must be one of {', '.join(f'`{name}`' for name in _TOLERATED)}"
-            raise InvalidInputError(f"invalid policy `{policy}`: {reason}", what="policy", reason=reason)
+        check_choice("policy", policy, _TOLERATED)
         tolerated = _TOLERATED[policy] if max_consecutive is None else max_consecutive
-        check_count("max_consecutive", tolerated, least=0)
+        check_count("max_consecutive", tolerated)
         if policy == "stop" and tolerated:
             reason = "`stop` tolerates no failure; to skip some before it stops, choose `skip`"
             message = f"invalid max_consecutive `{tolerated}`: {reason}"
             raise InvalidInputError(message, what="max_consecutive", reason=reason)
-        check_count("max_rollbacks", max_rollbacks, least=0)
+        check_count("max_rollbacks", max_rollbacks)
         self._policy = policy
         self._max_consecutive = tolerated
         self._max_rollbacks = max_rollbacks
@@ -179,11 +177,7 @@ class NonFiniteGuard:
         Raises:
             CorruptionError: No `state_dict` gave it.
         """
-        if not isinstance(state, Mapping) or set(state) != {"consecutive", "failures", "rollbacks"}:
-            raise corrupt("guard", "`consecutive`, `failures` and `rollbacks`", state)
-        for name, count in state.items():
-            if type(count) is not int or count < 0:
-                raise corrupt(f"{name} of the guard", "a whole number from 0", count)
+        check_counts("guard", state, {"consecutive": 0, "failures": 0, "rollbacks": 0})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the counts back.

@@ -11,7 +11,6 @@ ends at the saved step.
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from collections import deque
@@ -21,7 +20,8 @@ from typing import Any, Final, NamedTuple
 
 from varvite.errors import InvalidInputError
 from varvite.plain import corrupt
-from varvite.training.checks import check_count
+from varvite.training.checks import check_count, check_positive
+from varvite.training.verdicts import Verdict
 
 __all__ = ["Anomaly", "Continuity", "HealthMonitor", "Verdict"]
 
@@ -32,14 +32,6 @@ _MAD_TO_DEVIATION: Final = 1.4826
 
 _SMALLEST_SCALE: Final = 1e-9
 """Spread that a baseline has at least: one of zeros has neither deviation nor level."""
-
-
-class Verdict(enum.Enum):
-    """Whether the steps after a restart continue those before the snapshot."""
-
-    CONTINUOUS = "continuous"
-    DISCONTINUOUS = "discontinuous"
-    NOT_EVALUATED = "not evaluated"
 
 
 @dataclass(frozen=True)
@@ -152,12 +144,10 @@ class HealthMonitor:
         check_count("warm_up", warm_up, least=2)
         check_count("window", window, least=warm_up)
         check_count("verdict_steps", verdict_steps, least=1)
-        _check_positive("threshold", threshold)
-        _check_positive("floor", floor)
         self._window = window
         self._warm_up = warm_up
-        self._threshold = float(threshold)
-        self._floor = float(floor)
+        self._threshold = check_positive("threshold", threshold)
+        self._floor = check_positive("floor", floor)
         self._verdict_steps = verdict_steps
         self._baselines = {metric: deque[_Value](maxlen=window) for metric in _METRICS}
         self._restart: _Restart | None = None
@@ -181,7 +171,7 @@ class HealthMonitor:
         Raises:
             InvalidInputError: The step is no whole number from 0, or a value is no number.
         """
-        check_count("step", step, least=0)
+        check_count("step", step)
         values = {"loss": _number("loss", loss)}
         if grad_norm is not None:
             values["grad_norm"] = _number("grad_norm", grad_norm)
@@ -349,12 +339,6 @@ def _number(what: str, value: Any) -> float:
         reason = f"must be a number, or a tensor with one element ({error})"
         message = f"invalid {what} of type `{type(value).__qualname__}`: {reason}"
         raise InvalidInputError(message, what=what, reason=reason) from error
-
-
-def _check_positive(what: str, value: object) -> None:
-    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
-        reason = "must be a finite number above 0"
-        raise InvalidInputError(f"invalid {what} `{value!r}`: {reason}", what=what, reason=reason)
 
 
 def _read_state(state: Any) -> dict[str, list[_Value]]:

@@ -23,13 +23,9 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from varvite.errors import (
-    InvalidInputError,
-    SnapshotNotFoundError,
-    TensorNotFoundError,
-    UnsupportedFormatError,
-)
+from varvite.errors import InvalidInputError, SnapshotNotFoundError, TensorNotFoundError, too_new
 from varvite.plain import corrupt
+from varvite.training.checks import is_count
 
 if TYPE_CHECKING:
     from varvite.repository import Ref, Repository
@@ -39,7 +35,7 @@ __all__ = ["Origin", "Recorded", "RunIdentity", "TrackerRecord", "read_run"]
 TrackerRecord = dict[str, Any]
 """What a tracker is known by: plain values by name, `backend` and `last_step` among them."""
 
-VERSION = 1
+_VERSION = 1
 """Of the saved form."""
 
 _KEYS = {"version", "run_id", "name", "started_at", "restart_count", "origin", "trackers"}
@@ -191,7 +187,7 @@ class RunIdentity:
             ['name', 'origin', 'restart_count', 'run_id', 'started_at', 'trackers', 'version']
         """
         return {
-            "version": VERSION,
+            "version": _VERSION,
             "run_id": self.run_id,
             "name": self.name,
             "started_at": self.started_at.isoformat(),
@@ -293,15 +289,9 @@ class _Saved:
 def _read(state: Any) -> _Saved:
     """Reads what `state_dict` gave, which may be damaged or of another program."""
     version = state.get("version") if isinstance(state, dict) else None
-    if type(version) is int and version > VERSION:
-        raise UnsupportedFormatError(
-            f"cannot read a run identity of a newer version: {version}",
-            hint="upgrade Varvite: a newer version wrote this",
-            what="run identity",
-            found=str(version),
-            supported=str(VERSION),
-        )
-    if not isinstance(state, dict) or state.keys() != _KEYS or version != VERSION:
+    if type(version) is int and version > _VERSION:
+        raise too_new("a run identity", version, _VERSION)
+    if not isinstance(state, dict) or state.keys() != _KEYS or version != _VERSION:
         _refuse("run identity", f"the keys {', '.join(sorted(_KEYS))}", state)
     return _Saved(
         run_id=_matching(state["run_id"], _RUN_ID, "run_id", "32 hex digits"),
@@ -362,9 +352,9 @@ def _read_time(saved: Any) -> datetime:
 
 
 def _read_count(saved: Any, what: str) -> int:
-    if type(saved) is not int or saved < 0:
+    if not is_count(saved):
         _refuse(what, "a whole number from 0", saved)
-    return saved
+    return int(saved)
 
 
 def _optional_text(saved: Any, what: str) -> str | None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from varvite.errors import InvalidInputError
+from varvite.training.checks import check_count
 from varvite.training.positions import Position, Record, check_record, position_of
-from varvite.training.seeds import check_number
 
 __all__ = ["ResumableLoader"]
 
@@ -109,7 +109,7 @@ class ResumableLoader:
         Raises:
             InvalidInputError: It is no number, or below 0; or no loader is attached.
         """
-        check_number("epoch", epoch)
+        check_count("epoch", epoch)
         position = self._attached("set the epoch")
         if epoch != position.epoch:
             self._iteration = None

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NoReturn, Protocol
 
 from varvite.errors import InvalidInputError, MismatchError
+from varvite.objects import is_torch_loader
 from varvite.plain import corrupt, loaded, type_name
 from varvite.training import rng
+from varvite.training.checks import is_count
 from varvite.training.cursor import read_state
 
 __all__ = ["Position", "Record", "check_record", "position_of"]
@@ -87,7 +89,7 @@ def position_of(loader: Any) -> Position:
         reason = "it is no iterable"
         message = f"invalid loader of type `{type_name(loader)}`: {reason}"
         raise InvalidInputError(message, what="loader", reason=reason)
-    if _is_of_torch(loader):
+    if is_torch_loader(loader):
         from varvite.training.sampler import sampler_of
 
         sampler = sampler_of(loader)
@@ -168,7 +170,7 @@ class _Counted:
     def _length(self) -> int | None:
         """Returns the batches of an epoch, where the loader knows them."""
         # The length of a stream is a guess, and torch warns of a guess that somebody has asked for.
-        if _is_of_torch(self.loader) and isinstance(self.loader.dataset, _streams()):
+        if is_torch_loader(self.loader) and isinstance(self.loader.dataset, _streams()):
             return None
         return len(self.loader) if hasattr(self.loader, "__len__") else None
 
@@ -208,7 +210,7 @@ class _ByState(_Counted):
 
     @property
     def iteration(self) -> object:
-        return _iterator_there(self.loader) if _is_of_torch(self.loader) else None
+        return _iterator_there(self.loader) if is_torch_loader(self.loader) else None
 
     @property
     def goes_on(self) -> bool:
@@ -220,7 +222,7 @@ class _ByState(_Counted):
             record = self.state()
             self.set_epoch(record["epoch"])
             self.loader.load_state_dict(record["state"])
-        elif record is not None and record["state"] is not None and _is_of_torch(self.loader):
+        elif record is not None and record["state"] is not None and is_torch_loader(self.loader):
             self.loader.load_state_dict(record["state"])
         self._restored = None
         self._is_within = True
@@ -241,7 +243,7 @@ class _ByState(_Counted):
         return _iterator(self.loader)
 
     def _begin_behind_an_end(self, *, keeps: bool) -> Iterator[Any]:
-        if not _is_of_torch(self.loader):
+        if not is_torch_loader(self.loader):
             return _iterator(self.loader)
         # torchdata makes the iterator that had ended again, and then that of the next epoch.
         with rng.unmoved():
@@ -265,7 +267,7 @@ class _ByState(_Counted):
 
     def _loader_state(self) -> Any:
         # Asked before its first iteration, torchdata's loader begins one, and draws.
-        if _is_of_torch(self.loader) and _iterator_there(self.loader) is None:
+        if is_torch_loader(self.loader) and _iterator_there(self.loader) is None:
             return None
         return self.loader.state_dict()
 
@@ -279,7 +281,7 @@ class _ByState(_Counted):
         self.set_epoch(record["epoch"])
         self._restored = dict(record)
         # torchdata's loader takes a state for good: it gets this one when it is certain to use it.
-        if record["state"] is not None and not _is_of_torch(self.loader):
+        if record["state"] is not None and not is_torch_loader(self.loader):
             self._tell_epoch()
             self.loader.load_state_dict(record["state"])
 
@@ -325,11 +327,6 @@ class _ByEpoch(_Counted):
 
 
 # What is known of the loaders of torch
-
-
-def _is_of_torch(loader: Any) -> bool:
-    data = loaded("torch.utils.data")
-    return data is not None and isinstance(loader, data.DataLoader)
 
 
 def _streams() -> tuple[type, ...]:
@@ -409,7 +406,7 @@ def _check_stateful(record: Record) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+    return is_count(value, limit=1 << 63)
 
 
 def _check_kind(kind: str, record: Record) -> None:

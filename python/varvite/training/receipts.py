@@ -24,13 +24,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from varvite.errors import CheckpointError, InvalidInputError, UnsupportedFormatError
+from varvite.errors import CheckpointError, InvalidInputError, too_new
 from varvite.notices import warn
 from varvite.objects import kind_of
 from varvite.plain import Json, corrupt, short
 from varvite.records import format_bytes
 from varvite.state import flatten, from_text, to_text, unflatten
+from varvite.training.checks import check_choice, is_count
 from varvite.training.environment import describe_environment
+from varvite.training.verdicts import Verdict
 
 if TYPE_CHECKING:
     from varvite._native import Engine
@@ -49,7 +51,7 @@ __all__ = [
 
 VERBS: Final = ("resume", "warm_start", "fork")
 """What can have been done."""
-VERDICTS: Final = ("continuous", "discontinuous", "not evaluated")
+VERDICTS: Final = tuple(verdict.value for verdict in Verdict)
 """How a run can have gone on."""
 
 _CONTENT_VERSION: Final = 1
@@ -302,9 +304,7 @@ def conclude(
         InvalidInputError: There is no such verdict, or the evidence holds what is no plain data.
         StoreError: It can't be written; the receipt is as it was.
     """
-    if verdict not in VERDICTS:
-        reason = f"must be one of {', '.join(f'`{known}`' for known in VERDICTS)}"
-        raise InvalidInputError(f"invalid verdict `{verdict}`: {reason}", what="verdict", reason=reason)
+    check_choice("verdict", verdict, VERDICTS)
     concluded = dataclasses.replace(receipt, verdict=verdict, reason=reason, evidence=dict(evidence or {}))
     engine.replace_receipt(receipt.number, concluded.to_json())
     return concluded
@@ -391,7 +391,7 @@ class _Kind(NamedTuple):
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 64
+    return is_count(value, limit=1 << 64)
 
 
 def _is_text(value: Any) -> bool:
@@ -477,11 +477,4 @@ def _check_version(version: Json) -> None:
     if type(version) is not int or version < 1:
         raise corrupt("version of a receipt", "at least 1", version)
     if version > _CONTENT_VERSION:
-        supported = f"version {_CONTENT_VERSION}"
-        raise UnsupportedFormatError(
-            f"unsupported version of a receipt: found {version}, supported: {supported}",
-            hint="upgrade Varvite: a newer version wrote this",
-            what="version of a receipt",
-            found=str(version),
-            supported=supported,
-        )
+        raise too_new("a receipt", version, _CONTENT_VERSION)

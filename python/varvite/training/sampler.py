@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
-import torch.distributed
 from torch.utils.data import DataLoader, Sampler
 
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.notices import warn
+from varvite.settings import joined_distributed
 from varvite.training import rng
+from varvite.training.checks import check_count
 from varvite.training.cursor import (
     Cursor,
     SamplerState,
@@ -24,7 +25,6 @@ from varvite.training.cursor import (
 )
 from varvite.training.passes import Pass, Source, find_source
 from varvite.training.samples import EpochIndex, takes_epoch
-from varvite.training.seeds import check_number
 
 __all__ = ["ResumableSampler", "sampler_of"]
 
@@ -93,7 +93,7 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         if isinstance(dataset, DataLoader):
             reason = "must be the dataset, not a loader of it: a loader counts batches, and a sampler samples"
             raise InvalidInputError(f"invalid dataset: {reason}", what="dataset", reason=reason)
-        length = check_number("length", dataset if isinstance(dataset, int) else len(dataset), least=1)
+        length = check_count("length", dataset if isinstance(dataset, int) else len(dataset), least=1)
         self._cursor = Cursor(seed=seed, epoch=0, position=0, length=length)
         first_of_pass(self._cursor, self._world_size, drop_last=drop_last)
         self._pass: Pass | None = None
@@ -151,7 +151,7 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         Raises:
             InvalidInputError: It is no number, or below 0.
         """
-        check_number("epoch", epoch)
+        check_count("epoch", epoch)
         if epoch == self.epoch:
             return
         if self._restored is not None and (epoch < self._cursor.epoch or self._cursor.position):
@@ -174,7 +174,7 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         Raises:
             InvalidInputError: It is no number, or below 0.
         """
-        check_number("samples", samples)
+        check_count("samples", samples)
         if self._pass is not None:
             self._pass.advance(samples)
         else:
@@ -262,14 +262,14 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         """
         # Nothing here may hold the iterator, which holds this generator: in a cycle of references, its
         # workers would live until the garbage is collected.
-        run = self._begin(find_source(self, sys._getframe(1)))  # noqa: SLF001 - see `find_source`
-        order = epoch_order(run.start, shuffle=self._shuffle)
-        for block in indices(run.start, order, self._rank, self._world_size, drop_last=self._drop_last):
+        begun = self._begin(find_source(self, sys._getframe(1)))  # noqa: SLF001 - see `find_source`
+        order = epoch_order(begun.start, shuffle=self._shuffle)
+        for block in indices(begun.start, order, self._rank, self._world_size, drop_last=self._drop_last):
             for index in block:
-                if self._pass is not run:
+                if self._pass is not begun:
                     raise _overtaken()
-                run.handed_out += 1
-                yield EpochIndex(index, run.start.epoch) if run.carries_epoch else index
+                begun.handed_out += 1
+                yield EpochIndex(index, begun.start.epoch) if begun.carries_epoch else index
 
     def _begin(self, source: Source | None) -> Pass:
         batch = source.batch_size if source is not None and source.drops_incomplete else None
@@ -277,15 +277,17 @@ class ResumableSampler(Sampler[int]):  # type: ignore[misc]
         start = first_of_pass(
             self._next_start(), self._world_size, drop_last=self._drop_last, least=batch or 1
         )
-        run = Pass(start, share(start, self._world_size, drop_last=self._drop_last), self._world_size, source)
-        run.carries_epoch = takes_epoch(self._dataset)
+        begun = Pass(
+            start, share(start, self._world_size, drop_last=self._drop_last), self._world_size, source
+        )
+        begun.carries_epoch = takes_epoch(self._dataset)
         if source is not None:
-            run.carries_epoch = run.carries_epoch or takes_epoch(source.iterator._dataset)  # noqa: SLF001
+            begun.carries_epoch = begun.carries_epoch or takes_epoch(source.iterator._dataset)  # noqa: SLF001
             if undo:
                 rng.take_back_draw(source.iterator._base_seed)  # noqa: SLF001
-        self._pass = run
+        self._pass = begun
         self._restored = None
-        return run
+        return begun
 
     def __repr__(self) -> str:
         where = f"epoch={self.epoch}, length={self._cursor.length}"
@@ -325,10 +327,10 @@ def _topology(rank: int | None, world_size: int | None) -> tuple[int, int]:
         reason = "give both or neither"
         raise InvalidInputError(f"invalid rank and world_size: {reason}", what="rank", reason=reason)
     if rank is not None and world_size is not None:
-        size = check_number("world_size", world_size, least=1, limit=1 << 31)
-        return check_number("rank", rank, limit=size), size
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+        size = check_count("world_size", world_size, least=1, limit=1 << 31)
+        return check_count("rank", rank, limit=size), size
+    distributed = joined_distributed()
+    if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size()
     launched = os.environ.get("WORLD_SIZE", "")
     if launched.isdecimal() and int(launched) > 1:

@@ -13,7 +13,9 @@ from typing import Any, Self
 
 from varvite.errors import InvalidInputError
 from varvite.plain import loaded
-from varvite.training.seeds import check_number, hashed
+from varvite.training.checks import check_count
+from varvite.training.generators.of_numpy import numpy_in_use
+from varvite.training.seeds import hashed
 
 __all__ = ["EpochIndex", "PerSampleRandom", "takes_epoch"]
 
@@ -79,7 +81,7 @@ class PerSampleRandom:
         import torch
 
         self.dataset = dataset
-        self._seed = check_number("seed", seed, limit=1 << 64)
+        self._seed = check_count("seed", seed, limit=1 << 64)
         self._epoch = torch.full((), -1, dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
@@ -91,7 +93,7 @@ class PerSampleRandom:
         Raises:
             InvalidInputError: It is no number, or below 0.
         """
-        self._epoch.fill_(check_number("epoch", epoch))
+        self._epoch.fill_(check_count("epoch", epoch))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -136,7 +138,7 @@ def takes_epoch(dataset: Any) -> bool:
 
 
 def _seed_all(seed: bytes) -> None:
-    numpy_random, torch = loaded("numpy.random"), loaded("torch")
+    numpy_random, torch = numpy_in_use(), loaded("torch")
     random.seed(int.from_bytes(seed[:8], "little"))
     if numpy_random is not None:
         numpy_random.seed(int.from_bytes(seed[8:12], "little"))
@@ -147,8 +149,11 @@ def _seed_all(seed: bytes) -> None:
 
 @contextlib.contextmanager
 def _given_back() -> Iterator[None]:
-    """Gives the global generators back the states they had."""
-    numpy_random, torch = loaded("numpy.random"), loaded("torch")
+    """Gives the global generators back the states they had.
+
+    For each sample: `rng.unmoved` would read accelerators and registered generators too, which nobody seeds.
+    """
+    numpy_random, torch = numpy_in_use(), loaded("torch")
     python_state = random.getstate()
     numpy_state = None if numpy_random is None else numpy_random.get_state(legacy=False)
     torch_state = None if torch is None else torch.get_rng_state()

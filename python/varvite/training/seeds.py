@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 
-from varvite.errors import InvalidInputError
-
-__all__ = ["check_number", "hashed"]
+__all__ = ["hashed"]
 
 
 def hashed(purpose: str, *numbers: int, length_bytes: int = 8) -> bytes:
@@ -36,25 +34,3 @@ def hashed(purpose: str, *numbers: int, length_bytes: int = 8) -> bytes:
 @functools.lru_cache(maxsize=64)
 def _key(purpose: str) -> bytes:
     return hashlib.blake2b(purpose.encode()).digest()
-
-
-def check_number(what: str, value: object, *, limit: int = 1 << 63, least: int = 0) -> int:
-    """Returns a whole number that an argument must be.
-
-    Args:
-        what: Name of the argument.
-        value: What was given; a bool is no number.
-        limit: First number that is too large.
-        least: Smallest legal number.
-
-    Raises:
-        InvalidInputError: It is something else, or out of range.
-
-    Example:
-        >>> check_number("epoch", 3)
-        3
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value < limit:
-        return value
-    reason = f"must be a whole number from {least} below {limit}"
-    raise InvalidInputError(f"invalid {what}: {reason}, not: {value!r}", what=what, reason=reason)

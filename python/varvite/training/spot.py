@@ -22,11 +22,11 @@ from typing import Any
 
 from varvite.errors import InvalidInputError
 from varvite.notices import warn
-from varvite.training.deadlines import on_monotonic_clock, positive_seconds
+from varvite.training.checks import check_choice, check_positive
+from varvite.training.deadlines import on_monotonic_clock
 
-__all__ = ["PROVIDERS", "SpotNotice", "SpotPoller"]
+__all__ = ["SpotNotice", "SpotPoller"]
 
-PROVIDERS = ("aws", "azure", "gcp")
 _ENDPOINT = "http://169.254.169.254"
 """The link-local address that all three clouds answer at."""
 _BODY_LIMIT_BYTES = 1 << 16
@@ -95,13 +95,11 @@ class SpotPoller:
         timeout_seconds: float = 2.0,
     ) -> None:
         """Checks the arguments; nothing is asked before `start`."""
-        if provider not in PROVIDERS:
-            reason = "must be one of " + ", ".join(f"`{name}`" for name in PROVIDERS)
-            raise InvalidInputError(f"invalid spot `{provider}`: {reason}", what="spot", reason=reason)
+        check_choice("spot", provider, sorted(_READERS))
         self._address = _address(endpoint)
         self._endpoint = endpoint
-        self._interval_seconds = positive_seconds("interval_seconds", interval_seconds)
-        self._timeout_seconds = positive_seconds("timeout_seconds", timeout_seconds)
+        self._interval_seconds = check_positive("interval_seconds", interval_seconds)
+        self._timeout_seconds = check_positive("timeout_seconds", timeout_seconds)
         self._provider = provider
         self._read = _READERS[provider]()
         self._closed = threading.Event()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from varvite import names
-from varvite.errors import CheckpointError, InvalidInputError, MismatchError, StoreError
+from varvite.errors import CheckpointError, InvalidInputError, MismatchError, StoreError, first_lines
 from varvite.facts import make_info, read_tags, reference_text
 from varvite.loading import load_objects
 from varvite.objects import SavedObject, SavedTree, kind_of, labels_in, module_state, read_tree, split_labels
@@ -338,11 +338,12 @@ def _check_dtypes(
         expected, found = describe(name, one.value).dtype, view.description(source)[0]
         if expected != found and not may_convert(found, expected, allow_narrowing=allow_narrowing):
             rows.append((name, "dtype", expected, found))
-            lines.append(f"  `{name}` has another dtype: expected {expected}, but the snapshot has: {found}")
+            lines.append(f"`{name}` has another dtype: expected {expected}, but the snapshot has: {found}")
     if rows:
-        more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
         raise MismatchError(
-            "the saved weights have other dtypes, and nothing was changed:\n" + "\n".join(lines[:8]) + more,
+            "\n  ".join(
+                ["the saved weights have other dtypes, and nothing was changed:", *first_lines(lines, 8)]
+            ),
             hint="to round floats on load, pass allow_narrowing=True",
             missing=[],
             unexpected=[],
@@ -378,7 +379,7 @@ def fork_run(
     objects: Mapping[str, Any],
     *,
     rank: int,
-    label: str,
+    default_name: str,
     name: str | None,
     pin: bool,
     strict: bool,
@@ -393,7 +394,7 @@ def fork_run(
         ref: Which snapshot of it.
         objects: What to restore, and the identity of the run.
         rank: Rank of this process; rank 0 pins.
-        label: What the run is called where it has no name.
+        default_name: What the run is called in the pin where it has no name.
         name: Name of the run.
         pin: Whether the parent's snapshot is to be kept there.
         strict: Names must match both ways, in the objects given.
@@ -404,15 +405,14 @@ def fork_run(
     if not others:
         raise _nothing_given("fork")
     _refuse_used(engine, "fork", over_snapshots=over_snapshots)
-    for identity in identities.values():
-        label = identity.name or label
+    named = next((identity.name for identity in identities.values() if identity.name), default_name)
     with (
         _opened(parent, ref, rank=rank, verb="fork", own_id=engine.repository_id) as opened,
         ExitStack() as undo,
     ):
         origins = {keyword: _origin_of_fork(opened, keyword) for keyword in identities}
         if pin and rank == 0:
-            _pin(opened, _pin_name(name or label, engine.repository_id), undo)
+            _pin(opened, _pin_name(name or named, engine.repository_id), undo)
         restored = restore_objects(
             opened.view,
             others,
@@ -445,14 +445,14 @@ def _origin_of_fork(source: Source, keyword: str) -> Origin:
     return replace(origin, run_id=run_id, trackers=trackers)
 
 
-def _pin_name(label: str, repository_id: str) -> str:
+def _pin_name(name: str, repository_id: str) -> str:
     """Returns the name that a run pins its parent by: always the same for one run, and no other's.
 
     Example:
         >>> _pin_name("high lr", "0123456789abcdef0123456789abcdef")
         'fork.high-lr.0123456789ab'
     """
-    legal = re.sub(r"[^A-Za-z0-9_-]+", "-", label).strip("-")[:60]
+    legal = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:60]
     return ".".join(part for part in ("fork", legal, repository_id[:12]) if part)
 
 

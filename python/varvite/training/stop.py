@@ -34,10 +34,10 @@ from varvite._native import Watchdog
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.notices import warn
 from varvite.training.agreement import Agreement, is_first_on_machine
+from varvite.training.checks import check_positive
 from varvite.training.deadlines import (
     needed_seconds,
     on_monotonic_clock,
-    positive_seconds,
     slurm_end_seconds,
     usual_longest,
 )
@@ -105,9 +105,9 @@ class StopSignal:
     ) -> None:
         """Checks the arguments and reads the clocks; nothing is installed before it is entered."""
         self._signals = _read_signals(signals)
-        self._margin_seconds = positive_seconds("margin_seconds", margin_seconds, or_zero=True)
+        self._margin_seconds = check_positive("margin_seconds", margin_seconds, or_zero=True)
         if hard_timeout_seconds is not None:
-            positive_seconds("hard_timeout_seconds", hard_timeout_seconds)
+            check_positive("hard_timeout_seconds", hard_timeout_seconds)
         self._hard_timeout_seconds = hard_timeout_seconds
         self._budget_at = _read_budget(budget_seconds, self._margin_seconds)
         self._limit_at = _read_slurm() if slurm else None
@@ -281,7 +281,7 @@ class StopSignal:
         Raises:
             InvalidInputError: The time is negative or no time.
         """
-        self._saved_seconds = positive_seconds("seconds", seconds, or_zero=True)
+        self._saved_seconds = check_positive("seconds", seconds, or_zero=True)
 
     def done(self) -> None:
         """Ends the hard timer and lets go of shielded workers: the last save is durable.
@@ -415,7 +415,7 @@ def _read_budget(budget_seconds: float | None, margin: float) -> float | None:
     """Returns when the budget is used up, on the monotonic clock."""
     if budget_seconds is None:
         return None
-    positive_seconds("budget_seconds", budget_seconds)
+    check_positive("budget_seconds", budget_seconds)
     if budget_seconds <= margin:
         reason = f"must be more than margin_seconds, which is {margin:g}"
         raise InvalidInputError(

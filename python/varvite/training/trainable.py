@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from varvite.errors import InvalidInputError, MismatchError
+from varvite.errors import MismatchError, first_lines
 from varvite.modules import parameter_names
 from varvite.plain import corrupt
+from varvite.training.checks import check_choice
 
 if TYPE_CHECKING:
     import torch
@@ -55,11 +56,7 @@ class TrainableMask:
         self, modules: torch.nn.Module | Mapping[str, torch.nn.Module], *, on_mismatch: str = "raise"
     ) -> None:
         """Makes a mask of modules; their parameters are looked at when it is used."""
-        if on_mismatch not in _POLICIES:
-            reason = "must be `raise` or `apply`"
-            raise InvalidInputError(
-                f"invalid on_mismatch `{on_mismatch}`: {reason}", what="on_mismatch", reason=reason
-            )
+        check_choice("on_mismatch", on_mismatch, _POLICIES)
         self._modules = dict(modules) if isinstance(modules, Mapping) else {"model": modules}
         self._on_mismatch = on_mismatch
 
@@ -82,9 +79,8 @@ class TrainableMask:
             f"`{name}` is {_word(live)}, but the snapshot has: {_word(saved)}"
             for name, _, live, saved in rows
         ]
-        more = f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
         raise MismatchError(
-            "other parameters are trained than were saved:\n  " + "\n  ".join(lines[:12]) + more,
+            "\n  ".join(["other parameters are trained than were saved:", *first_lines(lines, 12)]),
             hint='freeze what was frozen before the resume, or pass on_mismatch="apply"',
             field="requires_grad",
             mismatched=rows,

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from varvite.errors import InvalidInputError, MismatchError
+from varvite.errors import InvalidInputError, MismatchError, first_lines
 from varvite.plain import type_name
 
 __all__ = ["KeyPlan", "KeyRules", "plain_name", "plan_keys"]
@@ -269,14 +269,14 @@ def _replace(name: str, prefix: str, replacement: str | None) -> str | None:
 
 def _clash(clashes: Mapping[str, list[str]]) -> MismatchError:
     lines = [
-        f"  `{target}` would be given {' and '.join(map(_quoted, sources))}"
-        for target, sources in list(clashes.items())[:_SHOWN_COUNT]
+        f"`{target}` would be given {' and '.join(map(_quoted, sources))}"
+        for target, sources in clashes.items()
     ]
-    if len(clashes) > _SHOWN_COUNT:
-        lines.append(f"  and {len(clashes) - _SHOWN_COUNT} more")
     target, sources = next(iter(clashes.items()))
     return MismatchError(
-        "\n".join(["two saved names go to one place, and nothing was changed:", *lines]),
+        "\n  ".join(
+            ["two saved names go to one place, and nothing was changed:", *first_lines(lines, _SHOWN_COUNT)]
+        ),
         hint="leave one of them out with a rule of None for its prefix",
         name=target,
         field="source",
@@ -332,21 +332,19 @@ def _with_shapes(names: Names) -> dict[str, Sequence[int] | None]:
     return dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
 
 
-def _listed(label: str, names: Iterable[str]) -> list[str]:
+def _listed(heading: str, names: Iterable[str]) -> list[str]:
     """Returns one line of names, cut where there are many; none where there is no name."""
     names = list(names)
     more = f" and {len(names) - _SHOWN_COUNT} more" if len(names) > _SHOWN_COUNT else ""
-    return [f"  {label}: {', '.join(names[:_SHOWN_COUNT])}{more}"] if names else []
+    return [f"  {heading}: {', '.join(names[:_SHOWN_COUNT])}{more}"] if names else []
 
 
 def _shape_lines(mismatched: list[tuple[str, list[int], list[int]]]) -> list[str]:
     lines = [
-        f"  `{name}` has another shape: expected {expected}, but the snapshot has: {found}"
-        for name, expected, found in mismatched[:_SHOWN_COUNT]
+        f"`{name}` has another shape: expected {expected}, but the snapshot has: {found}"
+        for name, expected, found in mismatched
     ]
-    if len(mismatched) > _SHOWN_COUNT:
-        lines.append(f"  and {len(mismatched) - _SHOWN_COUNT} more shapes")
-    return lines
+    return [f"  {line}" for line in first_lines(lines, _SHOWN_COUNT)]
 
 
 def _counted(count: int) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from varvite.errors import InvalidInputError
 from varvite.training.deadlines import (
     needed_seconds,
     on_monotonic_clock,
-    positive_seconds,
     slurm_end_seconds,
 )
 
@@ -44,14 +41,3 @@ def test_a_wall_time_on_the_monotonic_clock():
 )
 def test_the_margin_holds_a_slow_save_and_one_more_step(least, saved, step, margin):
     assert needed_seconds(least, saved, step) == margin
-
-
-@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, "5", None])
-def test_what_is_no_time_is_refused(value):
-    with pytest.raises(InvalidInputError, match="above 0") as caught:
-        positive_seconds("budget_seconds", value)
-    assert caught.value.what == "budget_seconds"
-
-
-def test_zero_where_it_is_legal():
-    assert positive_seconds("margin_seconds", 0, or_zero=True) == 0.0

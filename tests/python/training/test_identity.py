@@ -200,7 +200,7 @@ def test_more_or_fewer_keys_are_refused_and_a_newer_version_says_so():
     state = RunIdentity().state_dict()
     with pytest.raises(CorruptionError):
         RunIdentity().check_state_dict({**state, "more": 1})
-    with pytest.raises(UnsupportedFormatError, match="newer version: 2"):
+    with pytest.raises(UnsupportedFormatError, match="unsupported version of a run identity: found 2"):
         RunIdentity().check_state_dict({"version": 2, "anything": 1})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +67,15 @@ def test_workers_draw_what_the_main_process_draws_in_every_epoch(options):
     rest = drawn(resumed)
     assert len(rest) == 8
     assert rest.items() <= expected[1].items()
+
+
+def test_numpy_is_seeded_before_its_first_use(monkeypatch):
+    """NumPy imports its `random` on first use, which may be that of the first sample."""
+    noise = PerSampleRandom(Noise(), seed=3)
+    noise.set_epoch(0)
+    expected = noise[5]
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    assert noise[5] == expected
 
 
 def test_the_training_streams_are_where_they_were():

@@ -24,6 +24,7 @@ __all__ = [
     "number",
     "open_tracker",
     "refuse",
+    "unknown_mode",
 ]
 
 MODES = ("new", "append", "fork")
@@ -117,18 +118,15 @@ def open_tracker(
     if kind != "null" and kind not in _HOMES:
         raise refuse("kind", kind, f"must be one of `null`, {', '.join(f'`{one}`' for one in _HOMES)}")
     if mode not in MODES:
-        raise refuse("mode", mode, "must be one of `new`, `append`, `fork`")
+        raise unknown_mode(mode)
     if kind == "null":
         tracker: Tracker = NullTracker()
     else:
         module, name = _HOMES[kind]
         record = _record_for(kind, identity, mode)
-        generators = rng.capture()
-        try:
+        with rng.unmoved():
             make = getattr(importlib.import_module(f"varvite.training.tracking.{module}"), name)
             tracker = make.open(identity, mode, record, next_step, **options)
-        finally:
-            rng.restore(generators)
     identity.attach(kind, tracker)
     return tracker
 
@@ -172,6 +170,11 @@ def refuse(what: str, value: object, reason: str, hint: str | None = None) -> In
     return InvalidInputError(
         f"invalid tracker {what} `{value}`: {reason}", hint=hint, what=what, reason=reason
     )
+
+
+def unknown_mode(mode: object) -> InvalidInputError:
+    """Returns the error for a mode that there is none of."""
+    return refuse("mode", mode, f"must be one of {', '.join(f'`{known}`' for known in MODES)}")
 
 
 def number(name: str, value: Any) -> float:

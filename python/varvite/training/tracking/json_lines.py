@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from varvite.errors import CorruptionError, StoreError
-from varvite.training.tracking.base import check_step, number, refuse
+from varvite.training.tracking.base import check_step, number, refuse, unknown_mode
 
 if TYPE_CHECKING:
     from varvite.training.identity import RunIdentity, TrackerRecord
@@ -83,7 +83,7 @@ class JsonLinesTracker:
                 _move_aside(self._path)
                 self._last_step = _keep_before(Path(parent), self._path, next_step)
             else:
-                raise refuse("mode", mode, "must be one of `new`, `append`, `fork`")
+                raise unknown_mode(mode)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
             self._file: int | None = os.open(self._path, flags, 0o666)
         except OSError as error:

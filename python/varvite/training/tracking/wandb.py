@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from varvite.training.tracking.base import check_step, last_before, number, refuse
+from varvite.training.tracking.base import check_step, last_before, number, refuse, unknown_mode
 
 if TYPE_CHECKING:
     from varvite.training.identity import RunIdentity, TrackerRecord
@@ -77,7 +77,7 @@ class WandbTracker:
                 raise refuse("parent_id", parent_id, "a fork needs the run and a step to branch off from")
             wanted["fork_from"] = f"{parent_id}?_step={next_step - 1}"
         else:
-            raise refuse("mode", mode, "must be one of `new`, `append`, `fork`")
+            raise unknown_mode(mode)
         if wandb_mode is not None:
             wanted["mode"] = wandb_mode
         how = wandb_mode or os.environ.get("WANDB_MODE") or "online"

@@ -1,0 +1,1 @@
+"""How `varvite.training.rng` reads and sets the generators of each library."""
