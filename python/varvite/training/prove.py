@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import CheckpointError, InvalidInputError, SnapshotNotFoundError
+from varvite.training.checks import check_count
 from varvite.training.run.job import Job
 
 if TYPE_CHECKING:
@@ -108,9 +109,8 @@ def prove_resume(
         >>> prove_resume(job)                                       # doctest: +SKIP
         Proof(from_step=79, to_step=99, compared_with='recorded', ...)
     """
-    if steps is not None and (isinstance(steps, bool) or steps < 1):
-        reason = "must be a whole number of at least 1"
-        raise InvalidInputError(f"invalid steps: {reason}, not: {steps!r}", what="steps", reason=reason)
+    if steps is not None:
+        check_count("steps", steps, least=1)
     _check_portable(job, step_fn, phases)
     start, end = _choose(job, steps)
     count = steps if steps is not None else _gap(start, end)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from varvite.plain import corrupt
+from varvite.training.checks import check_counts
 from varvite.training.exits import ExitCode
 
 if TYPE_CHECKING:
@@ -75,12 +75,7 @@ class Progress:
         Raises:
             CorruptionError: It is none.
         """
-        fields = {"step", "updates", "batches"}
-        if not isinstance(state, dict) or set(state) != fields:
-            raise corrupt("progress", "`step`, `updates` and `batches`", state)
-        for name, value in state.items():
-            if type(value) is not int or value < (-1 if name == "step" else 0):
-                raise corrupt(f"progress of `{name}`", "a count", value)
+        check_counts("progress", state, {"step": -1, "updates": 0, "batches": 0})
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes back, or forward, to saved counters.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from varvite.errors import InvalidInputError
 from varvite.plain import type_name
+from varvite.training.checks import check_count, check_positive
 
 if TYPE_CHECKING:
     import torch
@@ -98,14 +99,9 @@ class Job:
             InvalidInputError: One is not.
         """
         for name, least in (("steps", 0), ("micro_batches", 1), ("evaluate_every", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                reason = f"must be a whole number of at least {least}"
-                raise InvalidInputError(f"invalid {name}: {reason}, not: {value!r}", what=name, reason=reason)
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            reason = "must be above 0"
-            message = f"invalid clip_grad_norm: {reason}, not: {self.clip_grad_norm!r}"
-            raise InvalidInputError(message, what="clip_grad_norm", reason=reason)
+            check_count(name, getattr(self, name), least=least)
+        if self.clip_grad_norm is not None:
+            check_positive("clip_grad_norm", self.clip_grad_norm)
         for name in _FUNCTIONS:
             _check_function(name, getattr(self, name))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from varvite.notices import warn
-from varvite.plain import loaded
+from varvite.settings import joined_distributed
 from varvite.training.run.context import Progress
 from varvite.training.run.loop import run_loop
 from varvite.training.run.verdict import watch_for_verdict
@@ -178,8 +178,8 @@ def _close_tracker(run: Run, error: BaseException | None) -> None:
 
 
 def _leave_ranks() -> None:
-    distributed = loaded("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    distributed = joined_distributed()
+    if distributed is not None:
         distributed.destroy_process_group()
 
 
