@@ -280,7 +280,8 @@ class CheckpointManager(Beginnings):
             require: An empty repository is an error instead of a fresh start, and nothing is written then.
                 An absent folder was made when the manager was opened; `read_only=True` makes none.
             override: Hyper-parameters to set in every optimizer after the restore, such as
-                `{"lr": 1e-5}`; `{"allow_narrowing": True}` lets values be rounded to a narrower dtype.
+                `{"lr": 1e-5}`, which schedulers beside it follow; `{"allow_narrowing": True}` lets values be
+                rounded to a narrower dtype.
             **objects: The live objects, under the keywords they were saved under.
 
         Returns:
@@ -292,15 +293,28 @@ class CheckpointManager(Beginnings):
             CorruptionError: The snapshot, or with `latest` every snapshot, is damaged. Tensors that were
                 filled before the damage was met hold values of that snapshot: don't train on.
         """
-        self._must_be_open("resume")
+        return self._resume(ref, objects, strict=strict, require=require, override=override)
+
+    def _resume(
+        self,
+        ref: Ref,
+        objects: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        require: bool = False,
+        override: Mapping[str, Any] | None = None,
+        verb: str = "resume",
+    ) -> ResumeReport:
+        self._must_be_open(verb)
         self._settle()
         self._receipt = None
         if not self._engine.candidates() and ref == "latest" and not require:
             return ResumeReport(step=None, next_step=0, fresh=True)
         skipped: list[tuple[int, str]] = []
+        settings: dict[str, Any] = {"strict": strict, "override": override or {}, "skipped": skipped}
         for view in self._usable(ref, skipped):
             with falling_back(ref, view, skipped):
-                return self._restore(view, objects, strict=strict, override=override or {}, skipped=skipped)
+                return self._with_receipt(self._restore(view, objects, verb=verb, **settings), objects)
         raise all_damaged(skipped)
 
     def _restore(
@@ -308,6 +322,7 @@ class CheckpointManager(Beginnings):
         view: SnapshotView,
         objects: Mapping[str, Any],
         *,
+        verb: str,
         strict: bool,
         override: Mapping[str, Any],
         skipped: list[tuple[int, str]],
@@ -317,19 +332,19 @@ class CheckpointManager(Beginnings):
         self._engine.adopt(view.reader, restored.is_whole)
         info = self._info(view.header)
         rng, rng_skipped = self._restore_rng(view, generators, info)
-        report = ResumeReport(
+        return ResumeReport(
             step=info.step,
             next_step=info.step + 1,
             fresh=False,
+            verb=verb,
             snapshot=info,
             skipped_snapshots=skipped,
             rng=rng,
             rng_skipped=rng_skipped,
             verified_bytes=view.verified_bytes,
-            **restored.fields(),
             digest=info.digest,
+            **restored.fields(),
         )
-        return self._with_receipt(report, objects)
 
     def _restore_rng(
         self, view: SnapshotView, generators: dict[str, Any] | None, info: SnapshotInfo

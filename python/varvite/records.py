@@ -183,7 +183,7 @@ class ResumeReport:
             start.
         next_step: First step to do: `step + 1`, or 0 on a fresh start and after a warm start.
         fresh: True if there was nothing to resume from, and nothing was touched.
-        verb: `resume`, `warm_start` or `fork`.
+        verb: `resume`, `rollback`, `warm_start` or `fork`.
         source: The other repository that a warm start or a fork read, as it was given; `None` for a resume.
         snapshot: The snapshot that was restored, of the other repository where there is one; `None` on a
             fresh start.
@@ -267,8 +267,8 @@ class ResumeReport:
         return "\n".join(lines)
 
     def _what_was_done(self) -> str:
-        if self.verb == "resume" or self.snapshot is None:
-            return f"resumed after step {self.step}"
+        if self.source is None or self.snapshot is None:
+            return f"{'rolled back to' if self.verb == 'rollback' else 'resumed after'} step {self.step}"
         where = f"step {self.snapshot.step} (seq {self.snapshot.seq}) of {self.source}"
         return f"{'forked after' if self.verb == 'fork' else 'warm start from'} {where}"
 

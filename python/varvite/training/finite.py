@@ -242,7 +242,9 @@ def roll_back(
     for keyword, value in objects.items():
         if keyword in keep_position or isinstance(value, NonFiniteGuard):
             restored[keyword] = copy.deepcopy(value) if kind_of(value) == "nest" else _StandIn()
-    report = manager.resume("healthy", require=True, override=override, **restored)
+    report = manager._resume(  # noqa: SLF001 - a resume that its receipt calls by another name
+        "healthy", restored, require=True, override=override, verb="rollback"
+    )
     for value in objects.values():
         if kind_of(value) == "optimizer":
             value.zero_grad(set_to_none=True)

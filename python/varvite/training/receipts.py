@@ -49,7 +49,7 @@ __all__ = [
     "write_receipt",
 ]
 
-VERBS: Final = ("resume", "warm_start", "fork")
+VERBS: Final = ("resume", "rollback", "warm_start", "fork")
 """What can have been done."""
 VERDICTS: Final = tuple(verdict.value for verdict in Verdict)
 """How a run can have gone on."""
@@ -93,7 +93,7 @@ class Receipt:
     Attributes:
         number: Number in the repository, from 1 in the order of writing: `receipts/<number>.json`.
         created_at: When it was written first, in UTC: a label.
-        verb: `resume`, `warm_start` or `fork`.
+        verb: `resume`, `rollback`, `warm_start` or `fork`.
         source: The other repository that the state came from; `None` where it came from this one.
         seq: Commit number of the snapshot, in the repository it came from.
         step: Step of the snapshot.

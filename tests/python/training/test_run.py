@@ -246,6 +246,8 @@ def test_a_rollback_goes_back_in_everything_but_the_data_and_is_saved_at_once(tm
         # The batch of the NaN is behind: 7 steps, the one that failed, and 7 more.
         assert manager.load()["data"] != manager.load(4)["data"]
         assert manager.load()["guard"]["rollbacks"] == 1
+        (receipt,) = manager.receipts()
+        assert (receipt.verb, receipt.step, receipt.next_step) == ("rollback", 4, 5)
         rolled_back = [info for info in infos.values() if info.metadata.get("rolled_back_to") is not None]
         assert [info.step for info in rolled_back] == [4]
 

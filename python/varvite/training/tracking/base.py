@@ -143,7 +143,7 @@ def mode_after(report: ResumeReport) -> str:
         >>> mode_after(ResumeReport(step=4, next_step=5, fresh=False))
         'append'
     """
-    return "append" if report.verb == "resume" and not report.fresh else "new"
+    return "append" if report.verb in ("resume", "rollback") and not report.fresh else "new"
 
 
 def _record_for(kind: str, identity: RunIdentity, mode: str) -> TrackerRecord | None:
