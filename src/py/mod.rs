@@ -30,8 +30,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<watchdog::Watchdog>()?;
     module.add_function(wrap_pyfunction!(tensors::describe_dense, module)?)?;
     module.add_class::<buffer::MappedPack>()?;
+    // Set and not added: it is no name that the stub would have to know.
     #[cfg(feature = "kill-points")]
-    module.add_function(wrap_pyfunction!(kill_at, module)?)?;
+    module.setattr("kill_at", wrap_pyfunction!(kill_at, module)?)?;
     Ok(())
 }
 
