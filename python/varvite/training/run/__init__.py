@@ -1,8 +1,16 @@
 """`run_training`: a training job from its set-up to its exit code, in phases that can be swapped.
 
 Example:
-    >>> from varvite.training import Job, run_training
-    >>> job = Job(folder="runs/demo", steps=100, model=..., optimizer=..., data=..., loss=...)
+    >>> import torch
+    >>> from varvite.training import Job
+    >>> job = Job(
+    ...     folder="runs/demo",
+    ...     steps=100,
+    ...     model=lambda: torch.nn.Linear(1, 1),
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=lambda: [torch.ones(2, 1)],
+    ...     loss=lambda model, batch: model(batch).square().mean(),
+    ... )
     >>> job.micro_batches
     1
 """
