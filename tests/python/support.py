@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PROCESSES = Path(__file__).parent / "processes"
 
@@ -110,6 +111,33 @@ def child(script: str, *arguments: object, **environment: str) -> Iterator[subpr
     finally:
         if process.poll() is None:
             process.kill()
+
+
+@contextlib.contextmanager
+def lives(script: str, *, errors: IO[str] | None = None, **environment: str) -> Iterator[Callable[..., int]]:
+    """Starts a script of `processes/` that serves lives, with its libraries loaded once.
+
+    Yields a function that has a fork live a case, given as keywords, and returns its exit code.
+    """
+    process = subprocess.Popen(
+        command(script),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=clean_environment(**environment),
+    )
+    assert process.stdout.readline() == "ready\n"
+
+    def live(**case: Any) -> int:
+        process.stdin.write(json.dumps(case) + "\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
+
+    yield live
+    process.stdin.close()
+    assert process.wait() == 0
+    process.stdout.close()
 
 
 def packs(folder: Path) -> list[Path]:

@@ -10,13 +10,12 @@ import json
 import os
 import random
 import signal
-import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import numpy as np
 import torch
+from lives import serve
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, Dataset
@@ -25,7 +24,6 @@ from varvite import _native, keep
 from varvite.training import Hook, Job, PerSampleRandom, ResumableSampler, run_training
 
 SAMPLES, BATCH, WIDTH = 20, 3, 6
-EPOCH_STEPS = 7
 
 
 class Numbers(Dataset):
@@ -182,18 +180,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Once here, so that what is imported on the way is there in each fork.
         live({"folder": folder, "kind": "cosine", "every": 1, "workers": 0, "point": "", "native": []})
-    print("ready", flush=True)
-    for line in sys.stdin:
-        process = os.fork()
-        if process == 0:
-            # Whatever goes wrong, a child must not go on to read the parent's next line.
-            try:
-                os._exit(live(json.loads(line)))
-            finally:
-                traceback.print_exc()
-                os._exit(1)
-        _, status = os.waitpid(process, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    serve(live)
 
 
 if __name__ == "__main__":

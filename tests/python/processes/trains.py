@@ -6,15 +6,13 @@ place, the signals to send there, the number of workers, and whether the loss is
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import tempfile
-import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from lives import serve
 from processes import jobs
 from torch.utils.data import DataLoader
 
@@ -117,17 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Once here, so that what is imported on the way is there in each fork.
         run_training(jobs.job(folder, 1))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        process = os.fork()
-        if process == 0:
-            try:
-                os._exit(live(json.loads(line)))
-            finally:
-                traceback.print_exc()
-                os._exit(1)
-        _, status = os.waitpid(process, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    serve(live)
 
 
 if __name__ == "__main__":

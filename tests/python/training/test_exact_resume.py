@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support import clean_environment, command
+from support import lives
 
 from varvite import CheckpointManager
 
@@ -69,26 +68,13 @@ CASES = [
 @pytest.fixture(scope="module")
 def live() -> Iterator[Callable[..., int]]:
     """Returns a function that lives one life of a run and returns its exit code."""
-    process = subprocess.Popen(
-        command("exact_training"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=clean_environment(),
-    )
-    assert process.stdout.readline() == "ready\n"
+    with lives("exact_training") as send:
 
-    def live(folder: Path, kind: str, edge: str, workers: int, point: str = "") -> int:
-        case = {"folder": str(folder), "kind": kind, "every": EDGES[edge], "workers": workers}
-        case |= {"point": point, "native": NATIVE}
-        process.stdin.write(json.dumps(case) + "\n")
-        process.stdin.flush()
-        return int(process.stdout.readline())
+        def live(folder: Path, kind: str, edge: str, workers: int, point: str = "") -> int:
+            case = {"folder": str(folder), "kind": kind, "every": EDGES[edge], "workers": workers}
+            return send(**case, point=point, native=NATIVE)
 
-    yield live
-    process.stdin.close()
-    assert process.wait() == 0
-    process.stdout.close()
+        yield live
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,13 @@ The runs are forks of one process that has the libraries loaded.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import PROCESSES, clean_environment, command
+from support import PROCESSES, lives
 
 from varvite import CheckpointManager
 from varvite.training import ExitCode
@@ -27,41 +25,30 @@ LAST = 11
 @pytest.fixture(scope="module")
 def live(tmp_path_factory) -> Iterator[Callable[..., int]]:
     """Returns a function that lives one life of a run and returns its exit code."""
-    errors = (tmp_path_factory.mktemp("errors") / "errors").open("a+")
-    process = subprocess.Popen(
-        command("trains"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        env=clean_environment(PYTHONPATH=os.pathsep.join([str(PROCESSES.parent), *_paths()])),
-    )
-    assert process.stdout.readline() == "ready\n"
+    path = os.pathsep.join([str(PROCESSES.parent), *_paths()])
+    with (
+        (tmp_path_factory.mktemp("errors") / "errors").open("a+") as errors,
+        lives("trains", errors=errors, PYTHONPATH=path) as send,
+    ):
 
-    def live(
-        folder: Path,
-        place: str = "",
-        signals: tuple[str, ...] = ("SIGTERM",),
-        *,
-        workers: int = 2,
-        poison: bool = False,
-        says: str = "",
-    ) -> int:
-        case = {"folder": str(folder), "place": place, "signals": signals, "workers": workers}
-        process.stdin.write(json.dumps({**case, "poison": poison}) + "\n")
-        process.stdin.flush()
-        code = int(process.stdout.readline())
-        errors.seek(0)
-        said = errors.read()
-        errors.truncate(0)
-        assert said.rpartition("\n")[0].rpartition("\n")[2] == says
-        return code
+        def live(
+            folder: Path,
+            place: str = "",
+            signals: tuple[str, ...] = ("SIGTERM",),
+            *,
+            workers: int = 2,
+            poison: bool = False,
+            says: str = "",
+        ) -> int:
+            case = {"folder": str(folder), "place": place, "signals": signals, "workers": workers}
+            code = send(**case, poison=poison)
+            errors.seek(0)
+            said = errors.read()
+            errors.truncate(0)
+            assert said.rpartition("\n")[0].rpartition("\n")[2] == says
+            return code
 
-    yield live
-    process.stdin.close()
-    assert process.wait() == 0
-    process.stdout.close()
-    errors.close()
+        yield live
 
 
 def _paths() -> list[str]:
