@@ -30,9 +30,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<watchdog::Watchdog>()?;
     module.add_function(wrap_pyfunction!(tensors::describe_dense, module)?)?;
     module.add_class::<buffer::MappedPack>()?;
-    // Set and not added: it is no name that the stub would have to know.
+    // Set and not added: they are no names that the stub would have to know.
     #[cfg(feature = "kill-points")]
-    module.setattr("kill_at", wrap_pyfunction!(kill_at, module)?)?;
+    {
+        module.setattr("kill_at", wrap_pyfunction!(kill_at, module)?)?;
+        module.setattr("KILL_POINTS", crate::kill::POINTS)?;
+    }
     Ok(())
 }
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import lives
 
-from varvite import CheckpointManager
+from varvite import CheckpointManager, _native
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,24 +22,12 @@ if TYPE_CHECKING:
 
 KINDS = ["sgd", "foreach", "fused", "bf16", "scaler", "step_lr", "cosine"]
 EDGES = {"mid-epoch": 5, "epoch edge": 7}
-# Of the engine; `save.copied` is passed with tensors that are copied in the background, and these are small.
+# Those of the engine but for merges; `save.copied` is passed with tensors that are copied in the background,
+# and these are small.
 NATIVE = [
-    "save.staged",
-    "save.first_chunk",
-    "save.footer",
-    "publish.written",
-    "publish.synced",
-    "publish.renamed",
-    "publish.folder_synced",
-    "commit.pack_durable",
-    "put.written",
-    "put.synced",
-    "put.renamed",
-    "put.folder_synced",
-    "commit.published",
-    "delete.unlinked",
-    "delete.folder_synced",
-    "sweep.manifests_deleted",
+    point
+    for point in _native.KILL_POINTS
+    if not point.startswith(("merge.", "recover.")) and point != "save.copied"
 ]
 IN_PYTHON = [
     "update.before",
@@ -50,7 +38,7 @@ IN_PYTHON = [
     "save.heard_of",
     "resume.restored",
 ]
-AT_OPEN = ["recover.swept", "recover.published"]
+AT_OPEN = [point for point in _native.KILL_POINTS if point.startswith("recover.")]
 FEW = ["update.after", "save.first_chunk", "commit.published"]
 EVERYTHING = os.environ.get("VARVITE_TEST_EVERYTHING") == "1"
 """All points with all kinds, edges and workers: minutes. Else two rows of that, a few points of others."""
