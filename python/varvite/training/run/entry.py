@@ -76,9 +76,10 @@ def run_training(
         run.manager = phases.make_manager(run)
         run.report = phases.restore(run)
         run.tell("restored", run.report)
+        # Making them may draw, and on a resume the generators are where the run left them.
         with rng.unmoved():
             run.tracker = phases.make_tracker(run)
-        run.data = phases.make_data(run)
+            run.data = phases.make_data(run)
         result = _conclude(run, phases.run_loop(run))
     finally:
         phases.tear_down(run, sys.exception())

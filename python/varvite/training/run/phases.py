@@ -133,15 +133,10 @@ def make_tracker(run: Run) -> Tracker:
 
 def make_data(run: Run) -> ResumableLoader:
     """Makes the loader, shields its workers from the stop signal, and gives it the restored position."""
-    from varvite.training import rng
-
-    # Making a loader may draw, and on a resume the generators are where the run left them.
-    with rng.unmoved():
-        loader = run.job.data()
-        # A list of batches, or a generator, starts no workers that a signal could end.
-        shield = run.stop.shield if hasattr(loader, "num_workers") else None
-        run.data.attach(loader, shield=shield)
-    return run.data
+    loader = run.job.data()
+    # A list of batches, or a generator, starts no workers that a signal could end.
+    shield = run.stop.shield if hasattr(loader, "num_workers") else None
+    return run.data.attach(loader, shield=shield)
 
 
 def tear_down(run: Run, error: BaseException | None) -> None:
