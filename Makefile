@@ -44,7 +44,7 @@ sdist: $(VENV)/.tools ## The source distribution, built and used in an empty env
 	target/sdist/venv/bin/pip install --quiet target/sdist/*.tar.gz
 	cd target/sdist && venv/bin/python -c "import varvite, tempfile; m = varvite.CheckpointManager(tempfile.mkdtemp()); m.save_sync(1, {'a': [1, 2]}); print(m.load())"
 
-bench: ## Throughput of the kernels, of casts and statistics, and of the codecs
+bench: ## Throughput of the kernels, of casts and statistics, of the codecs, and of the join of ranks
 	$(CARGO) bench --locked
 
 compare: build ## Varvite beside its peers, with the machine's raw limits of the same run

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comparison import host, raw_limits, repository, worker
+from comparison import host, ranks, raw_limits, repository, worker
 from comparison.figures import as_json, figures
 from comparison.measure import SETTLED_SAVES
 from comparison.peers import PEERS
@@ -31,7 +31,7 @@ from comparison.report import render
 from comparison.summary import summaries
 from comparison.workloads import WORKLOADS
 
-PARTS = (*WORKLOADS, "goodput", "training", "ratios", "repository")
+PARTS = (*WORKLOADS, "goodput", "training", "ratios", "ranks", "repository")
 # Measured in a training loop: what a step after a save waits for, and what saving costs a run.
 STAGINGS = ("varvite", "varvite-cow", "varvite-overlap")
 STEPPED = ("W1", "W2")
@@ -51,6 +51,7 @@ FILL_BUDGET_SECONDS = 90.0
 SHORT_LOADS = 3
 LIMIT_REPEATS = 3
 OPEN_RUNS = 5
+RANK_REPEAT = 3
 
 
 def main() -> int:
@@ -149,6 +150,9 @@ class Run:
             return
         if part == "training":
             self._training()
+            return
+        if part == "ranks":
+            self._ranks()
             return
         self._attempt("import", self._import)
         self._attempt("many snapshots", self._many_snapshots)
@@ -287,6 +291,13 @@ class Run:
             return worker.run(kind, task | {"scale": self.settings.scale, "folder": str(folder)})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _ranks(self) -> None:
+        settings = self.settings
+        repeat = min(settings.repeat, RANK_REPEAT)
+        run = ranks.RankRun(self.folder / "ranks", settings.scale, repeat, self._attempt)
+        self.results["ranks"] = run.found
+        run.everything()
 
     def _import(self) -> None:
         self.results["import"] = repository.measure_import()

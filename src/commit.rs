@@ -26,13 +26,13 @@ pub fn commit(store: &Arc<dyn Store>, parts: Vec<WrittenPart>) -> Result<Manifes
     Ok(made)
 }
 
-/// Publishes one manifest under its seq.
+/// Publishes one manifest, which [`assemble`] has made, under its seq.
 ///
 /// # Errors
 /// As [`commit`].
 pub fn publish(store: &Arc<dyn Store>, made: &Manifest) -> Result<()> {
     let key = Key::new(Folder::Snapshots, &names::manifest_name(made.header.seq))?;
-    let bytes = manifest::encode(&made.header, &made.body)?;
+    let bytes = manifest::encode_completed(&made.header, &made.body)?;
     match store.put(&key, &bytes, PutMode::IfAbsent) {
         Err(Error::Conflict { object, .. }) => {
             let by = store

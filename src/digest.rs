@@ -46,6 +46,13 @@ impl ChunkDigest {
         kernel::fetch::walk(bytes, |piece| hasher.write(piece));
         Self(hasher.finish_128())
     }
+
+    /// Digest of a sequence of chunks: of their digests one after the other, 16 bytes each, little-endian.
+    #[must_use]
+    pub fn of_digests(digests: &[Self]) -> Self {
+        let bytes: Vec<u8> = digests.iter().flat_map(|digest| digest.0.to_le_bytes()).collect();
+        Self::of(&bytes)
+    }
 }
 
 impl fmt::Display for ChunkDigest {
@@ -86,6 +93,16 @@ pub fn parse_hex_u128(text: &str) -> Option<u128> {
 #[cfg(test)]
 mod tests {
     use super::ChunkDigest;
+
+    #[test]
+    fn a_sequence_of_chunks_has_the_digest_of_their_digests_little_endian() {
+        let digests = [ChunkDigest(1), ChunkDigest(0x0102 << 112)];
+        let mut bytes = [0; 32];
+        (bytes[0], bytes[30], bytes[31]) = (1, 2, 1);
+        assert_eq!(ChunkDigest::of_digests(&digests), ChunkDigest::of(&bytes));
+        assert_eq!(ChunkDigest::of_digests(&[]), ChunkDigest::of(&[]));
+        assert_ne!(ChunkDigest::of_digests(&digests[..1]), digests[0]);
+    }
 
     #[test]
     fn bytes_outside_of_the_cache_have_the_same_digest() {

@@ -33,6 +33,20 @@ pub enum Error {
         /// What the snapshot has.
         found: String,
     },
+    /// Ranks that save together have different values of what has to be one: fix the program.
+    #[error("ranks {} and {} disagree on the {field} of `{name}`: {left} and {right}", ranks.0, ranks.1)]
+    Disagreement {
+        /// Name of the entry, or path in the structure.
+        name: String,
+        /// `value`, `dtype`, `shape`, ...
+        field: &'static str,
+        /// Two of the ranks that disagree, the lower one first.
+        ranks: (u32, u32),
+        /// What the first has.
+        left: String,
+        /// What the second has.
+        right: String,
+    },
     /// No repository lies at this root.
     #[error("no repository in `{root}`: {reason}")]
     NotARepository {

@@ -9,26 +9,26 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::merger::Merger;
-use crate::repository::{SaveReport, SaveSession};
+use crate::repository::{PartReport, PartSession, SaveReport, SaveSession};
 use crate::threads::guarded;
 
 /// What became of a save; shared, because it is raised at more than one call.
-pub type Outcome = std::result::Result<Arc<SaveReport>, Arc<Error>>;
+pub type Outcome<R> = std::result::Result<Arc<R>, Arc<Error>>;
 
-/// A save that runs in the background.
-#[derive(Debug, Default)]
-pub struct Job {
-    progress: Mutex<Progress>,
+/// A save that runs in the background: of a snapshot, or of a rank's part of one.
+#[derive(Debug)]
+pub struct Job<R = SaveReport> {
+    progress: Mutex<Progress<R>>,
     advanced: Condvar,
     cancelled: AtomicBool,
 }
 
 /// How far a save is.
-#[derive(Debug, Default)]
-struct Progress {
+#[derive(Debug)]
+struct Progress<R> {
     /// Everything is copied and let go of, or never will be: nobody reads the caller's memory.
     is_copied: bool,
-    outcome: Option<Outcome>,
+    outcome: Option<Outcome<R>>,
 }
 
 impl Job {
@@ -38,37 +38,66 @@ impl Job {
     /// # Errors
     /// [`Error::Store`] where the system refuses a thread; nothing was saved then.
     pub fn start(session: SaveSession, merger: Arc<Merger>) -> Result<Arc<Self>> {
-        let is_copied = !session.awaits_copy();
-        let progress = Mutex::new(Progress { is_copied, outcome: None });
-        let job = Arc::new(Self { progress, ..Self::default() });
+        let (seq, is_copied) = (session.seq(), !session.awaits_copy());
+        let steps = (SaveSession::copy_later as CopyStep<_>, SaveSession::run as RunStep<_, _>);
+        Self::spawn(seq, is_copied, session, steps, move |is_saved| merger.notice(is_saved))
+    }
+}
+
+impl Job<PartReport> {
+    /// Starts the thread that copies what the session of a rank has not, and writes its pack.
+    ///
+    /// # Errors
+    /// As [`Job::start`].
+    pub fn start_part(session: PartSession) -> Result<Arc<Self>> {
+        let (seq, is_copied) = (session.seq(), !session.awaits_copy());
+        let steps = (PartSession::copy_later as CopyStep<_>, PartSession::run as RunStep<_, _>);
+        Self::spawn(seq, is_copied, session, steps, |_| ())
+    }
+}
+
+type CopyStep<S> = fn(&mut S, &AtomicBool) -> Result<()>;
+type RunStep<S, R> = fn(S, &AtomicBool) -> Result<R>;
+
+impl<R: Send + Sync + 'static> Job<R> {
+    fn spawn<S: Send + 'static>(
+        seq: u64,
+        is_copied: bool,
+        mut session: S,
+        (copy, run): (CopyStep<S>, RunStep<S, R>),
+        ended: impl FnOnce(bool) + Send + 'static,
+    ) -> Result<Arc<Self>> {
+        let job = Arc::new(Self {
+            progress: Mutex::new(Progress { is_copied, outcome: None }),
+            advanced: Condvar::new(),
+            cancelled: AtomicBool::new(false),
+        });
         let running = Arc::clone(&job);
         std::thread::Builder::new()
-            .name(format!("varvite-save-{}", session.seq()))
+            .name(format!("varvite-save-{seq}"))
             .spawn(move || {
-                let outcome = guarded(|| running.run(session));
+                let outcome = guarded(|| {
+                    copy(&mut session, &running.cancelled)?;
+                    running.advance(|progress| progress.is_copied = true);
+                    run(session, &running.cancelled)
+                });
                 // Before the end is told: whoever has waited for the save finds the merge it caused.
-                merger.notice(outcome.is_ok());
+                ended(outcome.is_ok());
                 running.finish(outcome);
             })
             .map_err(Error::store("start a thread for", "the save"))?;
         Ok(job)
     }
 
-    fn run(&self, mut session: SaveSession) -> Result<SaveReport> {
-        session.copy_later(&self.cancelled)?;
-        self.advance(|progress| progress.is_copied = true);
-        session.run(&self.cancelled)
-    }
-
     /// What became of it, or `None` while it runs.
     #[must_use]
-    pub fn outcome(&self) -> Option<Outcome> {
+    pub fn outcome(&self) -> Option<Outcome<R>> {
         self.progress().outcome.clone()
     }
 
     /// Waits at most this long for its end.
     #[must_use]
-    pub fn wait(&self, timeout: Duration) -> Option<Outcome> {
+    pub fn wait(&self, timeout: Duration) -> Option<Outcome<R>> {
         self.wait_until(timeout, |progress| progress.outcome.is_some()).outcome.clone()
     }
 
@@ -89,7 +118,7 @@ impl Job {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    fn finish(&self, result: Result<SaveReport>) {
+    fn finish(&self, result: Result<R>) {
         // A save that failed has dropped what it did not copy; whoever waits for the copy goes on.
         self.advance(|progress| {
             progress.is_copied = true;
@@ -97,16 +126,20 @@ impl Job {
         });
     }
 
-    fn progress(&self) -> MutexGuard<'_, Progress> {
+    fn progress(&self) -> MutexGuard<'_, Progress<R>> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn advance(&self, step: impl FnOnce(&mut Progress)) {
+    fn advance(&self, step: impl FnOnce(&mut Progress<R>)) {
         step(&mut self.progress());
         self.advanced.notify_all();
     }
 
-    fn wait_until(&self, timeout: Duration, is_there: fn(&Progress) -> bool) -> MutexGuard<'_, Progress> {
+    fn wait_until(
+        &self,
+        timeout: Duration,
+        is_there: fn(&Progress<R>) -> bool,
+    ) -> MutexGuard<'_, Progress<R>> {
         let waited =
             self.advanced.wait_timeout_while(self.progress(), timeout, |progress| !is_there(progress));
         waited.unwrap_or_else(PoisonError::into_inner).0

@@ -25,7 +25,7 @@ pub fn delete_manifests(store: &Arc<dyn Store>, listing: &mut Listing, seqs: &[u
     let high_water = listing.high_water();
     if seqs.contains(&high_water) {
         let key = Key::new(Folder::Snapshots, &names::tombstone_name(high_water))?;
-        store.put(&key, b"deleted\n", PutMode::Replace)?;
+        store.put(&key, names::TOMBSTONE_CONTENT, PutMode::Replace)?;
         listing.tombstones.insert(high_water);
     }
     let manifests: Vec<String> = seqs.iter().map(|&seq| names::manifest_name(seq)).collect();
@@ -50,7 +50,8 @@ pub struct Swept {
 ///
 /// `referenced` is asked twice: before packs are claimed, so that a load never finds a pack claimed that its
 /// snapshot needs, and *after*, so that a save that committed in between is seen. Packs newer than every
-/// commit belong to a running save or to recovery and stay.
+/// commit belong to a running save or to recovery and stay, and so do those of the numbers in `open`, which
+/// belong to sessions of several ranks.
 ///
 /// # Errors
 /// [`crate::Error::Store`]; whatever is left is found again by the next sweep.
@@ -58,6 +59,7 @@ pub fn delete_packs(
     store: &Arc<dyn Store>,
     registry: &Arc<Registry>,
     listing: &mut Listing,
+    open: &BTreeSet<u64>,
     referenced: impl Fn() -> Result<HashSet<String>>,
 ) -> Result<Swept> {
     let high_water = listing.high_water();
@@ -66,7 +68,10 @@ pub fn delete_packs(
         .list(Folder::Packs)?
         .into_iter()
         .map(|row| row.name)
-        .filter(|name| names::parse_pack_name(name).is_some_and(|name| name.seq <= high_water))
+        .filter(|name| {
+            names::parse_pack_name(name)
+                .is_some_and(|name| name.seq <= high_water && !open.contains(&name.seq))
+        })
         .filter(|name| !needed.contains(name))
         .collect();
     let claim = registry.claim(stale.iter().cloned());

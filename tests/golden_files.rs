@@ -9,6 +9,8 @@
 mod coded;
 #[path = "golden/generate.rs"]
 mod generate;
+#[path = "golden/ranks.rs"]
+mod ranks;
 
 use generate::{REPOSITORY_ID, payload};
 use varvite::codec::{self, Scratch};
@@ -16,10 +18,12 @@ use varvite::digest::ChunkDigest;
 use varvite::error::Error;
 use varvite::format::manifest;
 use varvite::format::marker::Marker;
-use varvite::format::model::{Codec, Manifest};
+use varvite::format::model::{Codec, Manifest, PackRecord};
 use varvite::format::pack::{self, Footer, HEADER_LENGTH_BYTES, PackKind};
 use varvite::format::receipt::Receipt;
 use varvite::format::tag::Tag;
+use varvite::format::ticket::Ticket;
+use varvite::plan::{WrittenPart, assemble};
 use varvite::tensor::Dtype;
 
 macro_rules! golden {
@@ -48,6 +52,9 @@ const GOLDEN: &[(&str, &[u8])] = golden![
     "chunks/delta-bfloat16.bin",
     "chunks/sparse-bfloat16.bin",
     "chunks/zstd-int64.bin",
+    "ranks/4-r0-000000000000002a.pack",
+    "ranks/4-r1-000000000000002a.pack",
+    "ranks/ticket.json",
 ];
 
 /// Compressed bytes depend on the release of zstd, so only what they hold is compared.
@@ -77,6 +84,7 @@ fn made() -> Vec<(String, Vec<u8>)> {
     let mut made = generate::files();
     made.push(("coded.json".to_owned(), coded::manifest()));
     made.extend(coded::chunks());
+    made.extend(ranks::files());
     made
 }
 
@@ -189,6 +197,46 @@ fn a_manifest_can_be_rebuilt_from_the_part_in_its_pack() {
         assert_eq!(part.header.state_digest, committed.header.state_digest);
         assert_eq!(part.body.packs[0].length_bytes, 0);
     }
+}
+
+#[test]
+fn the_parts_of_two_ranks_are_one_manifest() {
+    let written = |rank: u32| {
+        let path = format!("ranks/{}", ranks::name_of(rank));
+        let (header, footer) = read_pack(&path);
+        assert_eq!((header.kind, header.seq, header.rank), (PackKind::Save, 4, rank));
+        let pack = PackRecord { name: ranks::name_of(rank), length_bytes: golden(&path).len() as u64 };
+        WrittenPart { part: footer.part.unwrap(), pack }
+    };
+    assert_eq!(written(1).part.replicas[0].name, "model.steps");
+    let joined = assemble(vec![written(1), written(0)]).unwrap();
+    assert_eq!((joined.header.world_size, joined.header.nonfinite["model.weight"]), (2, 2));
+    assert_eq!(joined.body.structure.get(), r#"{"state":{"dict":[["stage0",0],["stage1",1]]},"objects":[]}"#);
+    for entry in &joined.body.entries {
+        let mut found = Vec::new();
+        for chunk in entry.shards.iter().flat_map(|shard| &shard.chunks) {
+            let pack = golden(&format!("ranks/{}", joined.body.packs[chunk.pack as usize].name));
+            let start = chunk.offset_bytes as usize;
+            found.extend_from_slice(&pack[start..start + chunk.stored_length_bytes as usize]);
+        }
+        assert_eq!(found, payload(&entry.name), "{}", entry.name);
+    }
+    let mut torn = written(1);
+    torn.part.replicas[0].digest = ChunkDigest::of(b"another value");
+    let error = assemble(vec![written(0), torn]).unwrap_err();
+    assert!(
+        matches!(&error, Error::Disagreement { name, ranks: (0, 1), .. } if name == "model.steps"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_ticket_is_read() {
+    let text = str::from_utf8(golden("ranks/ticket.json")).unwrap();
+    let ticket = Ticket::decode(text).unwrap();
+    assert_eq!((ticket.header.seq, ticket.header.step, ticket.header.world_size), (4, 40, 2));
+    assert_eq!((ticket.chunk_bytes, ticket.generation.as_str()), (4_096, "golden.0"));
+    assert_eq!(ticket.base.unwrap().seq, 2);
 }
 
 #[test]

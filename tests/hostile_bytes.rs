@@ -201,7 +201,7 @@ fn body_text(body: &Body) -> String {
 fn pack_of(sketches: &BTreeMap<String, Sketch>) -> (String, Vec<u8>, Vec<PackChunk>, Part) {
     let (mut body, table) = Builder::body(sketches);
     body.packs[0].length_bytes = 0;
-    let part = Part { rank: 0, header: header_of(&body, BTreeMap::new()), body };
+    let part = Part { rank: 0, header: header_of(&body, BTreeMap::new()), body, replicas: Vec::new() };
     let header = PackHeader {
         repository_id: part.header.repository_id.clone(),
         session_id: part.header.session_id.clone(),

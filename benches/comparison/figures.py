@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from comparison.peers import PEERS
+from comparison.ranks_report import RANK_FIGURES, RankFigure
 from comparison.summary import (
     LoadSummary,
     StepSummary,
@@ -45,7 +46,7 @@ class Figure:
 
 
 class Findings:
-    """What a run found, with `KeyError` or `IndexError` for what it did not measure."""
+    """What a run found, with `KeyError`, `IndexError` or `ValueError` for what it did not measure."""
 
     def __init__(self, results: dict[str, Any], table: dict[str, dict[str, Summary]]) -> None:
         self.results = results
@@ -83,7 +84,7 @@ def figures(results: dict[str, Any], table: dict[str, dict[str, Summary]]) -> li
     for name, target, measure in _FIGURES:
         try:
             met, measured = measure(findings)
-        except (KeyError, IndexError):
+        except (KeyError, IndexError, ValueError):
             met, measured = None, "-"
         rows.append(Figure(name, target, measured, met))
     return rows
@@ -343,6 +344,11 @@ def _layer(found: Findings) -> Outcome:
     return (None if added.low < limit_seconds <= added.high else added.value < limit_seconds), text
 
 
+def _of_ranks(figure: RankFigure) -> Row:
+    name, target, measure = figure
+    return name, target, lambda found: measure(found.results["ranks"])
+
+
 def _ahead_rows() -> tuple[Row, ...]:
     return tuple(
         (f"{workload} {what} against the best peer", "faster", _ahead(workload, what))
@@ -380,4 +386,5 @@ _FIGURES: tuple[Row, ...] = (
     ("open a repository of 10,000 snapshots", "<= 100 ms", _open_many),
     ("a save among 10,000 snapshots against 10", f"<= {GROWTH_LIMIT} x", _cost_of_many),
     ("import varvite", "<= 60 ms", _import),
+    *map(_of_ranks, RANK_FIGURES),
 )

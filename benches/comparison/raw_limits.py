@@ -60,7 +60,7 @@ def _repeat(action: Callable[[], float], count: int) -> list[float]:
 def _copy(source: Buffer, target: Buffer, threads: int, pool: ThreadPoolExecutor) -> float:
     def one(bounds: tuple[int, int]) -> None:
         start, end = bounds
-        _LIBC.memcpy(target.address + start, source.address + start, end - start)
+        copy_memory(target.address + start, source.address + start, end - start)
 
     parts = _slices(source.length_bytes, threads)
     begin = time.perf_counter()
@@ -71,7 +71,13 @@ def _copy(source: Buffer, target: Buffer, threads: int, pool: ThreadPoolExecutor
     return time.perf_counter() - begin
 
 
-def _write(source: Buffer, path: Path, flags: int) -> float:
+def copy_memory(target: int, source: int, length_bytes: int) -> None:
+    """`memcpy` of glibc between two addresses."""
+    _LIBC.memcpy(target, source, length_bytes)
+
+
+def write_file(source: Buffer, path: Path, flags: int) -> float:
+    """Write a new file, sync it and its folder; seconds."""
     path.unlink(missing_ok=True)
     view = memoryview(source.memory)
     begin = time.perf_counter()
@@ -123,11 +129,11 @@ def measure(length_bytes: int, folder: Path, repeat: int) -> dict[str, Any]:
             samples[f"memcpy_{count}"] = _repeat(partial(_copy, source, target, count, pool), 5 * repeat)
         os.sync()
         try:
-            direct = _repeat(lambda: _write(source, path, os.O_DIRECT), repeat)
+            direct = _repeat(lambda: write_file(source, path, os.O_DIRECT), repeat)
         except OSError:
             direct = []  # the file system has no O_DIRECT (tmpfs)
         samples["write_direct"] = direct
-        samples["write"] = _repeat(lambda: _write(source, path, 0), repeat + 1)[1:]
+        samples["write"] = _repeat(lambda: write_file(source, path, 0), repeat + 1)[1:]
         samples.update(_read_samples(target, path, threads, repeat, pool, direct=bool(direct)))
     matches = source.memory[:PAGE_BYTES] == target.memory[:PAGE_BYTES]
     path.unlink()

@@ -7,6 +7,7 @@ from typing import Any
 
 from comparison.figures import MIB, figures
 from comparison.peers import PEERS
+from comparison.ranks_report import render_ranks
 from comparison.summary import (
     Median,
     Summary,
@@ -55,6 +56,8 @@ def render(results: dict[str, Any]) -> str:
         sections.append(_training(results["training"]))
     if "ratios" in results:
         sections.append(_ratios(results["ratios"]))
+    if "ranks" in results:
+        sections.append(render_ranks(results["ranks"], table))
     if "repository" in results:
         sections.append(_repository(results))
     if results["failures"]:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from varvite.native_types import Header, Merged, Plan, Report, Verification
+from varvite.native_types import Committed, Header, Merged, PartReport, Plan, Report, Verification
 
 __all__ = [
     "Engine",
@@ -16,6 +16,7 @@ __all__ = [
     "Watchdog",
     "__version__",
     "describe_dense",
+    "plan_writers",
 ]
 
 __version__: str
@@ -24,6 +25,19 @@ def describe_dense(value: Any) -> tuple[str, list[int], int] | None:
     """Dtype, shape and address of the first element of a plain tensor, dense and row-major in CPU memory.
 
     `None` for any other value. A copy-on-write clone stays one.
+    """
+
+def plan_writers(holdings: Sequence[bytes]) -> list[bytes]:
+    """Who writes what of the state that several ranks hold.
+
+    Args:
+        holdings: By rank, what `SaveTensors.holdings` gives there.
+
+    Returns:
+        By rank, the mask for `SaveTensors.write_only`.
+
+    Raises:
+        MismatchError: Ranks describe a tensor in different ways; names it and the ranks.
     """
 
 @final
@@ -92,6 +106,14 @@ class SaveTensors:
         Who calls promises that nobody writes them until the copy is done. Tensors of fewer bytes, and
         those that do not start where one of the given ones does, stay as they are.
         """
+    def holdings(self) -> bytes:
+        """Describes what this rank holds of state that is no rank's own, for `plan_writers`."""
+    def write_only(self, mask: bytes) -> None:
+        """Has this rank write some of what `holdings` has described, and tell the digests of the rest.
+
+        To be called before anything is marked to be copied later, with one byte for each tensor: 0 tells,
+        1 writes, 2 writes what others hold too.
+        """
     def later_bytes(self) -> int:
         """Bytes that the save's thread takes, after the call of `save` has returned."""
     def rows(self) -> list[tuple[str, int | None, str, list[int], str | None]]:
@@ -148,6 +170,39 @@ class Engine:
         rank_structure: str | None,
     ) -> Report:
         """Writes and commits straight from the tensors while the caller waits; returns the report."""
+    def begin_session(self, step: int, *, world_size: int, metrics: dict[str, float], metadata: str) -> str:
+        """Begins a snapshot of several ranks and returns its ticket, to be handed to each rank."""
+    def save_part(
+        self,
+        ticket: str,
+        rank: int,
+        tensors: SaveTensors,
+        *,
+        structure: str,
+        rank_structure: str | None,
+    ) -> SaveJob:
+        """Copies the tensors of a rank and writes its pack in the background; `wait` gives a `PartReport`."""
+    def write_part(
+        self,
+        ticket: str,
+        rank: int,
+        tensors: SaveTensors,
+        *,
+        structure: str,
+        rank_structure: str | None,
+    ) -> PartReport:
+        """Writes the pack of a rank straight from the tensors while the caller waits."""
+    def commit_session(self, ticket: str, packs: Sequence[str] | None = None) -> Committed:
+        """Joins the parts of all ranks and publishes the snapshot.
+
+        Args:
+            ticket: The session.
+            packs: Names of the packs that the ranks have reported; by default they are looked for.
+        """
+    def abort_session(self, ticket: str) -> None:
+        """Ends a session without a snapshot: nothing of it is ever published. Again, it does nothing."""
+    def settle_part(self, ticket: str, rank: int, committed: bool) -> None:
+        """Tells the writer of a part what became of it: a committed one is the base of its next part."""
     def candidates(self) -> list[int]:
         """Commit numbers, newest first."""
     def snapshots(self) -> tuple[list[Header], list[tuple[int, str]]]:
@@ -208,8 +263,8 @@ class SaveJob:
     @property
     def failed(self) -> bool:
         """True when it has ended without a snapshot."""
-    def wait(self, timeout: float | None = None) -> Report:
-        """Waits for the end; returns the report or raises the failure.
+    def wait(self, timeout: float | None = None) -> Any:
+        """Waits for the end; returns the `Report`, or `PartReport`, or raises the failure.
 
         A timeout in seconds that passes is a `TimeoutError`, and the save goes on.
         """
@@ -260,8 +315,21 @@ class SnapshotReader:
         """Typed tree of the state, as JSON text."""
     def rank_structures(self) -> dict[int, str]:
         """Typed trees of rank-local state, as JSON text by rank."""
-    def read(self, indices: Sequence[int], values: Sequence[Any]) -> int:
-        """Fills each value with the entry of the same position in `indices`; returns verified raw bytes."""
+    def shards(self, index: int) -> list[tuple[list[int], list[int]]]:
+        """Regions of an entry's shards: (offsets, lengths), in elements."""
+    def read(
+        self,
+        indices: Sequence[int],
+        values: Sequence[Any],
+        regions: Sequence[tuple[Sequence[int], Sequence[int]] | None] | None = None,
+    ) -> int:
+        """Fills each value with the entry of the same position in `indices`; returns verified raw bytes.
+
+        Args:
+            indices: Places of entries, as `entries` counts them.
+            values: Dense tensors or arrays in CPU memory.
+            regions: What of each entry: (offsets, lengths), in elements; `None` for all of it.
+        """
     def check(self, indices: Sequence[int]) -> int:
         """Verifies entries without keeping their bytes; returns verified raw bytes."""
     def mapped(self, index: int) -> tuple[MappedPack, int, int] | None:

@@ -37,7 +37,7 @@ class Beginnings(Repository):
 
         Everything is decided and checked before anything changes; `varvite.training.starting.plan_warm_start`
         shows the decision. Random number generators are untouched. The other repository is read without its
-        lock. Call it on every rank, after a `resume` whose report is fresh.
+        lock. Call it on every rank, after a `resume` whose report is fresh: the snapshot is the same for all.
 
         Args:
             source: Folder or url of the other repository, or an open manager of it.
@@ -80,6 +80,7 @@ class Beginnings(Repository):
             ref,
             objects,
             rank=self._settings.rank,
+            ranks=self._peers(),
             rules=rules,
             strict=strict,
             skip_shape_mismatches=skip_shape_mismatches,
@@ -152,6 +153,8 @@ class Beginnings(Repository):
             ref,
             objects,
             rank=self._settings.rank,
+            ranks=self._peers(),
+            world_size=self._settings.world_size,
             default_name=self._settings.path.name,
             name=name,
             pin=pin,

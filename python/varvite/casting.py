@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from varvite.errors import InvalidInputError
 
-__all__ = ["SAVE_DTYPES", "CastRules"]
+__all__ = ["SAVE_DTYPES", "CastRules", "refuse_idle"]
 
 SAVE_DTYPES = {
     "fp64": "float64",
@@ -49,13 +49,7 @@ class CastRules:
 
         Args:
             names: Names of all tensors of a save.
-
-        Raises:
-            InvalidInputError: At the first save: a rule matches no tensor. Lists what there is.
         """
-        if self._is_new:
-            self._check(names)
-            self._is_new = False
         known = self._known
         for name in names:
             if name not in known:
@@ -68,17 +62,44 @@ class CastRules:
                 return dtype
         return None
 
-    def _check(self, names: Sequence[str]) -> None:
-        for pattern, _ in self._rules:
-            if not any(_matches(name, pattern) for name in names):
-                raise InvalidInputError(
-                    f"invalid save_dtype pattern, which matches no tensor of this save: `{pattern}`",
-                    hint="names start with the keyword, as in `model.layers.0.weight` or "
-                    "`optimizer.state.layers.0.weight.exp_avg`; `*` matches any characters, dots too",
-                    what="save_dtype",
-                    pattern=pattern,
-                    names=list(names[:20]),
-                )
+    def idle_patterns(self, names: Sequence[str]) -> list[str]:
+        """Returns the patterns that match no tensor; of later saves than the first, none.
+
+        Args:
+            names: Names of all tensors of a save.
+        """
+        if not self._is_new:
+            return []
+        return [pattern for pattern, _ in self._rules if not any(_matches(name, pattern) for name in names)]
+
+    def settle(self) -> None:
+        """Notes that every pattern has matched a tensor, on this rank or another."""
+        self._is_new = False
+
+    def rules(self) -> list[list[str]]:
+        """Returns patterns and dtypes, in order."""
+        return [list(rule) for rule in self._rules]
+
+
+def refuse_idle(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Refuses a first save in which a pattern matches nothing: it would be a typing error that nobody sees.
+
+    Args:
+        patterns: What matched no tensor.
+        names: Names of tensors that there are.
+
+    Raises:
+        InvalidInputError: There is such a pattern. Lists what there is.
+    """
+    for pattern in patterns:
+        raise InvalidInputError(
+            f"invalid save_dtype pattern, which matches no tensor of this save: `{pattern}`",
+            hint="names start with the keyword, as in `model.layers.0.weight` or "
+            "`optimizer.state.layers.0.weight.exp_avg`; `*` matches any characters, dots too",
+            what="save_dtype",
+            pattern=pattern,
+            names=list(names[:20]),
+        )
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -134,6 +134,7 @@ class MismatchError(CheckpointError, ValueError):
         missing: Names the caller has and the snapshot lacks.
         unexpected: Names the snapshot has and the caller lacks.
         mismatched: `(name, field, expected, found)` of each entry that differs.
+        ranks: Two ranks that save together and disagree: the first has what is `expected`.
     """
 
     FACTS: ClassVar[tuple[str, ...]] = (
@@ -144,6 +145,7 @@ class MismatchError(CheckpointError, ValueError):
         "missing",
         "unexpected",
         "mismatched",
+        "ranks",
     )
     name: str | None = None
     field: str | None = None
@@ -152,6 +154,7 @@ class MismatchError(CheckpointError, ValueError):
     missing: list[str] | None = None
     unexpected: list[str] | None = None
     mismatched: list[tuple[str, str, Any, Any]] | None = None
+    ranks: list[int] | None = None
 
 
 class SnapshotNotFoundError(CheckpointError, FileNotFoundError):
@@ -342,6 +345,7 @@ class InternalError(CheckpointError, RuntimeError):
 BY_KIND: dict[str, type[CheckpointError]] = {
     "InvalidInput": InvalidInputError,
     "Mismatch": MismatchError,
+    "Disagreement": MismatchError,
     "NotARepository": NotARepositoryError,
     "SnapshotNotFound": SnapshotNotFoundError,
     "TensorNotFound": TensorNotFoundError,
@@ -422,9 +426,20 @@ def hint_for(kind: str, facts: Mapping[str, Any]) -> str | None:
 def _hint_mismatch(facts: Mapping[str, Any]) -> str:
     if facts.get("field") == "dtype":
         return 'to round the values on load, pass override={"allow_narrowing": True}'
+    if facts.get("field") == "set of regions":
+        return "save on every rank that holds a part of it, or save `.full_tensor()` of it"
     if facts.get("field") == "shape":
         return "build the object as it was saved, or load only the names that fit"
     return "build the objects as they were saved, or pass strict=False to load what matches"
+
+
+def _hint_disagreement(facts: Mapping[str, Any]) -> str:
+    if facts.get("field") == "value":
+        return (
+            "give every rank the same, as a broadcast does, or name in rank_local=[...] what each rank has "
+            "for itself"
+        )
+    return "build the objects alike on every rank"
 
 
 def _hint_snapshot_not_found(_facts: Mapping[str, Any]) -> str:
@@ -470,6 +485,7 @@ def _always(text: str) -> Callable[[Mapping[str, Any]], str]:
 
 _HINTS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "Mismatch": _hint_mismatch,
+    "Disagreement": _hint_disagreement,
     "NotARepository": _always("check the path; the first save to an empty folder makes a repository"),
     "SnapshotNotFound": _hint_snapshot_not_found,
     "TensorNotFound": _hint_tensor_not_found,

@@ -18,7 +18,6 @@ from varvite.state import from_text, unflatten
 if TYPE_CHECKING:
     from varvite._native import Engine
     from varvite.native_types import Header, Report
-    from varvite.reading import SnapshotView
 
 __all__ = [
     "all_damaged",
@@ -107,7 +106,7 @@ def _no_leaf(name: str) -> None:
 
 
 @contextmanager
-def falling_back(ref: int | str, view: SnapshotView, skipped: list[tuple[int, str]]) -> Iterator[None]:
+def falling_back(ref: int | str, seq: int, skipped: list[tuple[int, str]]) -> Iterator[None]:
     """Notes a snapshot that turns out damaged, and goes on after the block; only `latest` allows that."""
     try:
         yield
@@ -115,7 +114,7 @@ def falling_back(ref: int | str, view: SnapshotView, skipped: list[tuple[int, st
         gone = isinstance(error, StoreError) and error.errno == errno.ENOENT
         if ref != "latest" or not (gone or isinstance(error, CorruptionError)):
             raise
-        skip(view.header["seq"], error, skipped)
+        skip(seq, error, skipped)
 
 
 def skip(seq: int, error: CorruptionError | StoreError, skipped: list[tuple[int, str]]) -> None:

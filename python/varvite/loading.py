@@ -6,18 +6,25 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import InvalidInputError, TensorNotFoundError
-from varvite.objects import labels_in, positional_objects, read_tree
+from varvite.filling import fill_in_place
+from varvite.objects import (
+    BUILT_IN_KEYWORDS,
+    RNG_KEYWORD,
+    SavedObject,
+    labels_in,
+    positional_objects,
+    read_tree,
+)
 from varvite.plain import loaded
 from varvite.plans import Problems
 from varvite.reading import EntryRow, SnapshotView
-from varvite.restore import fill_in_place
-from varvite.state import Json, StateDict, flatten, from_text, structure_leaves, unflatten
+from varvite.state import Json, StateDict, flatten, structure_leaves, unflatten
 from varvite.tensors import allocate
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["fill_state_dict", "load_nest", "load_objects", "load_rng", "load_tensors"]
+__all__ = ["fill_state_dict", "load_nest", "load_object", "load_objects", "load_rng", "load_tensors"]
 
 
 def load_nest(view: SnapshotView, *, device: torch.device | str | None, mmap: bool) -> dict[str, Any]:
@@ -32,7 +39,36 @@ def load_nest(view: SnapshotView, *, device: torch.device | str | None, mmap: bo
     trees = {keyword: saved.structure for keyword, saved in objects.items()}
     buffers = _read(view, [state_tree, *trees.values()], device=device, mmap=mmap)
     nest = {} if state_tree is None else unflatten(state_tree, buffers.__getitem__)
-    return {**nest, **_assemble(trees, buffers)}
+    own, own_view = view.rank_objects(), view.of_rank()
+    local = {
+        keyword: load_object(own_view, saved, device=device, mmap=mmap, into=view)
+        for keyword, saved in own.items()
+        if keyword not in BUILT_IN_KEYWORDS and keyword not in nest and keyword not in objects
+    }
+    return {**nest, **_assemble(trees, buffers), **local}
+
+
+def load_object(
+    view: SnapshotView,
+    saved: SavedObject,
+    *,
+    into: SnapshotView,
+    device: torch.device | str | None = None,
+    mmap: bool = False,
+) -> Any:
+    """Reads one object of one rank.
+
+    Args:
+        view: The snapshot, with the names of that rank.
+        saved: What it has of the object.
+        into: The view that counts the verified bytes.
+        device: Where tensors go; `None` for CPU.
+        mmap: Whether tensors may be views of the mapped pack.
+    """
+    before = view.verified_bytes
+    buffers = _read(view, [saved.structure], device=device, mmap=mmap)
+    into.verified_bytes += view.verified_bytes - before
+    return _assemble({"": saved.structure}, buffers)[""]
 
 
 def load_objects(
@@ -68,14 +104,8 @@ def load_objects(
 
 def load_rng(view: SnapshotView, rank: int) -> dict[str, Any] | None:
     """Reads the state of a rank's random number generators, or `None` where it was not saved."""
-    text = view.reader.rank_structures().get(rank)
-    if text is None:
-        return None
-    tree = from_text(text)
-    own = view.of_rank()
-    nest = unflatten(tree, _read(own, [tree], device=None, mmap=False).__getitem__)
-    view.verified_bytes += own.verified_bytes
-    found = nest.get("rng") if isinstance(nest, dict) else None
+    saved = view.rank_objects(rank).get(RNG_KEYWORD)
+    found = None if saved is None else load_object(view.of_rank(rank), saved, into=view)
     return found if isinstance(found, dict) else None
 
 

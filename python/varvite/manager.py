@@ -6,35 +6,38 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from varvite._native import Engine
 from varvite.background import BackgroundSave
-from varvite.beginnings import Beginnings
-from varvite.errors import CheckpointError, NotBuiltYetError
-from varvite.facts import all_damaged, falling_back, info_reader
+from varvite.errors import CheckpointError, MismatchError, NotBuiltYetError
+from varvite.facts import all_damaged, falling_back, info_reader, reference_text
 from varvite.handles import SaveHandle
 from varvite.lifecycle import close_unheard, track
 from varvite.loading import load_rng
 from varvite.merging import BackgroundMerge
+from varvite.objects import RNG_KEYWORD
+from varvite.ranks import Alone
 from varvite.reading import SnapshotView
 from varvite.records import ResumeReport, SaveTimings, SnapshotInfo, Stats, SyncReport
 from varvite.repository import Ref
-from varvite.restore import restore_objects
-from varvite.saving import describe_save
-from varvite.settings import MergePolicy, read_settings
+from varvite.restore import in_step, restore_objects
+from varvite.saving import Payload, describe_save
+from varvite.sessions import Sessions
+from varvite.settings import MergePolicy, Settings, open_engine, read_settings
 from varvite.staging import make_staging
 from varvite.training import rng as rng_state
+from varvite.visibility import VISIBLE_SECONDS, when_visible
 
 if TYPE_CHECKING:
+    from varvite._native import Engine
     from varvite.keep import Keep
 
 __all__ = ["CheckpointManager", "MergePolicy"]
 
 
-class CheckpointManager(Beginnings):
+class CheckpointManager(Sessions):
     """Saves and restores the state of one training run in one folder.
 
     One process at a time writes to a folder; others read it with `read_only=True`. A manager is used
@@ -123,28 +126,18 @@ class CheckpointManager(Beginnings):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "path")}
         self._settings = read_settings(path, arguments)
         self._staging = make_staging(self._settings.staging)
-        self._open(self._settings.access)
+        self._ranks = _ranks_of(self._settings)
+        self._ranks.open(lambda: self._open(self._settings.access))
         self._process = os.getpid()
         self._background = BackgroundSave(on_error=self._settings.on_error, profile=self._settings.profile)
         self._closed = False
         track(self)
 
-    def _open(self, access: str) -> None:
+    def _open(self, access: str) -> Engine:
         settings = self._settings
-        self._engine = Engine(
-            settings.path,
-            access=access,
-            chunk_bytes=settings.chunk_bytes,
-            threads=settings.threads,
-            sync=settings.fsync,
-            rules=settings.rules,
-            merge=settings.merge,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            compression=settings.compression,
-            delta=settings.delta,
-        )
+        self._engine = open_engine(settings, access)
         self._merging = BackgroundMerge(self._engine, on_error=settings.on_error)
+        return self._engine
 
     # ---- save ----------------------------------------------------------------------------------
 
@@ -157,6 +150,7 @@ class CheckpointManager(Beginnings):
         metrics: dict[str, float] | None = None,
         metadata: dict[str, Any] | None = None,
         rng: bool = True,
+        rank_local: Collection[str] = (),
         **objects: Any,
     ) -> SaveHandle:
         """Copies the state and commits it in the background.
@@ -171,6 +165,8 @@ class CheckpointManager(Beginnings):
             metrics: Numbers to choose snapshots by; NaN and infinities are allowed.
             metadata: A small dict of plain values, read with the header.
             rng: Whether the state of this process's random number generators is saved too.
+            rank_local: Keywords of objects that each rank has for itself, such as a cache. All others belong
+                to all ranks: what several of them hold must be equal, and is written once.
             **objects: Modules, optimizers, anything with `state_dict()` and `load_state_dict()`, or plain
                 nests, each saved under its keyword.
 
@@ -182,7 +178,8 @@ class CheckpointManager(Beginnings):
             CheckpointError: An earlier background save failed; this one was not started.
         """
         given = (step, state, metrics, metadata, objects)
-        return self._save(*given, rng=rng, in_background=self._settings.async_save)
+        in_background = self._settings.async_save
+        return self._save(*given, rng=rng, rank_local=rank_local, in_background=in_background)
 
     def save_sync(
         self,
@@ -193,6 +190,7 @@ class CheckpointManager(Beginnings):
         metrics: dict[str, float] | None = None,
         metadata: dict[str, Any] | None = None,
         rng: bool = True,
+        rank_local: Collection[str] = (),
         **objects: Any,
     ) -> SnapshotInfo:
         """Saves and returns when the snapshot is durable; arguments and errors as `save`.
@@ -201,7 +199,7 @@ class CheckpointManager(Beginnings):
         them meanwhile. Ctrl-C ends it without a snapshot.
         """
         given = (step, state, metrics, metadata, objects)
-        return self._save(*given, rng=rng, in_background=False).wait()
+        return self._save(*given, rng=rng, rank_local=rank_local, in_background=False).wait()
 
     def _save(
         self,
@@ -212,25 +210,34 @@ class CheckpointManager(Beginnings):
         objects: dict[str, Any],
         *,
         rng: bool,
+        rank_local: Collection[str],
         in_background: bool,
     ) -> SaveHandle:
         """Waits for the save before this one, raises what failed, and starts or does this one."""
         started = time.perf_counter()
         self._must_be_open("save")
         queue_seconds = self._background.wait()
-        self._background.raise_failure()
         settings = self._settings
-        given = (step, state, metrics, metadata, objects)
         staging = self._staging if in_background else None
-        payload = describe_save(*given, rng=rng, rank=settings.rank, casts=settings.casts, staging=staging)
-        job, report = None, None
-        if staging is not None:
-            job = self._engine.save(payload.step, payload.tensors, **payload.texts)
-            staging.started(job)
-        else:
-            report = self._engine.save_sync(payload.step, payload.tensors, **payload.texts)
+
+        def describe() -> Payload:
+            self._background.raise_failure()
+            return describe_save(
+                step,
+                state,
+                metrics,
+                metadata,
+                objects,
+                rng=rng,
+                rank=settings.rank,
+                rank_local=rank_local,
+                casts=settings.casts,
+                staging=staging,
+            )
+
+        job, report = self._ranks.start(self._engine, describe, staging)
         timings = SaveTimings(blocked=time.perf_counter() - started, queue=queue_seconds)
-        handle = SaveHandle(payload.step, job, timings, info_reader(self._engine), report)
+        handle = SaveHandle(int(step), job, timings, info_reader(self._engine), report)
         self._background.started(handle)
         return handle
 
@@ -243,16 +250,29 @@ class CheckpointManager(Beginnings):
         metrics: dict[str, float] | None = None,
         metadata: dict[str, Any] | None = None,
         rng: bool = True,
+        rank_local: Collection[str] = (),
         **objects: Any,
     ) -> SnapshotInfo:
         """Saves for the last time, and merges if the manager has a policy; arguments and errors as `save`.
 
         The snapshot is durable when it returns. Where only the merge failed, the snapshot is there.
         """
-        info = self.save_sync(step, state, metrics=metrics, metadata=metadata, rng=rng, **objects)
-        if self._settings.merge != "null":
-            self.merge_now()
-            info = self._info(self._engine.header(info.seq))
+        given: dict[str, Any] = {
+            "metrics": metrics,
+            "metadata": metadata,
+            "rng": rng,
+            "rank_local": rank_local,
+        }
+        info = self.save_sync(step, state, **given, **objects)
+        if self._ranks.decide("merge", lambda: self._settings.merge != "null"):
+            error: CheckpointError | None = None
+            try:
+                if self._ranks.is_coordinator:
+                    self.merge_now()
+                    info = self._info(self._engine.header(info.seq))
+            except CheckpointError as failure:
+                error = failure
+            self._ranks.together("merge", error)
         return info
 
     # ---- resume --------------------------------------------------------------------------------
@@ -264,6 +284,7 @@ class CheckpointManager(Beginnings):
         strict: bool = True,
         require: bool = False,
         override: dict[str, Any] | None = None,
+        rank_local: str = "derive",
         **objects: Any,
     ) -> ResumeReport:
         """Restores the run: objects in place, random number generators last.
@@ -282,6 +303,10 @@ class CheckpointManager(Beginnings):
             override: Hyper-parameters to set in every optimizer after the restore, such as
                 `{"lr": 1e-5}`, which schedulers beside it follow; `{"allow_narrowing": True}` lets values be
                 rounded to a narrower dtype.
+            rank_local: What becomes of state that belongs to one rank where another number of ranks has
+                saved it. `derive`: generators get streams derived from the snapshot, its step and the rank,
+                and the report says so; an object with a method `load_rank_states(states, rank=,
+                world_size=)` is given those of all ranks; any other is an error. `exact`: an error.
             **objects: The live objects, under the keywords they were saved under.
 
         Returns:
@@ -293,7 +318,9 @@ class CheckpointManager(Beginnings):
             CorruptionError: The snapshot, or with `latest` every snapshot, is damaged. Tensors that were
                 filled before the damage was met hold values of that snapshot: don't train on.
         """
-        return self._resume(ref, objects, strict=strict, require=require, override=override)
+        return self._resume(
+            ref, objects, strict=strict, require=require, override=override, rank_local=rank_local
+        )
 
     def _resume(
         self,
@@ -303,19 +330,56 @@ class CheckpointManager(Beginnings):
         strict: bool = True,
         require: bool = False,
         override: Mapping[str, Any] | None = None,
+        rank_local: str = "derive",
         verb: str = "resume",
     ) -> ResumeReport:
         self._must_be_open(verb)
         self._settle()
         self._receipt = None
-        if not self._engine.candidates() and ref == "latest" and not require:
+        candidates = self._candidates(ref, require=require)
+        if not candidates:
             return ResumeReport(step=None, next_step=0, fresh=True)
         skipped: list[tuple[int, str]] = []
-        settings: dict[str, Any] = {"strict": strict, "override": override or {}, "skipped": skipped}
-        for view in self._usable(ref, skipped):
-            with falling_back(ref, view, skipped):
+        settings: dict[str, Any] = {
+            "strict": strict,
+            "override": override or {},
+            "rank_local": rank_local,
+            "skipped": skipped,
+        }
+        for seq in candidates:
+            with falling_back(ref, seq, skipped):
+                view = self._open_together(seq)
                 return self._with_receipt(self._restore(view, objects, verb=verb, **settings), objects)
         raise all_damaged(skipped)
+
+    def _candidates(self, ref: Ref, *, require: bool) -> list[int]:
+        """Returns the numbers that a reference allows, best first, as the coordinator sees them."""
+
+        def find() -> list[int]:
+            text = reference_text(ref)
+            if text != "latest":
+                return [self._engine.resolve(text)]
+            candidates = self._engine.candidates()
+            if not candidates and require:
+                self._engine.resolve(text)  # raises, and says what there is
+            return candidates
+
+        found: list[int] = self._ranks.decide("choose a snapshot", find)
+        return found
+
+    def _open_together(self, seq: int) -> SnapshotView:
+        """Opens a snapshot on every rank, or raises on every rank."""
+        view: SnapshotView | None = None
+        error: CheckpointError | None = None
+        # What the coordinator has seen is there.
+        seconds = 0.0 if self._ranks.is_coordinator else VISIBLE_SECONDS
+        try:
+            view = when_visible(lambda: SnapshotView(self._engine, seq, self._settings.rank), seconds)
+        except CheckpointError as failure:
+            error = failure
+        self._ranks.together("open the snapshot", error)
+        assert view is not None  # noqa: S101 - else it has raised
+        return view
 
     def _restore(
         self,
@@ -325,13 +389,27 @@ class CheckpointManager(Beginnings):
         verb: str,
         strict: bool,
         override: Mapping[str, Any],
+        rank_local: str,
         skipped: list[tuple[int, str]],
     ) -> ResumeReport:
-        generators = load_rng(view, self._settings.rank)
-        restored = restore_objects(view, objects, strict=strict, override=override)
-        self._engine.adopt(view.reader, restored.is_whole)
-        info = self._info(view.header)
-        rng, rng_skipped = self._restore_rng(view, generators, info)
+        settings = self._settings
+        peers = self._ranks if settings.together else None
+        with in_step(peers, "read the generators"):
+            self._refuse_derived(view, rank_local)
+            generators = load_rng(view, settings.rank) if self._is_own(view) else None
+        restored = restore_objects(
+            view,
+            objects,
+            strict=strict,
+            override=override,
+            peers=peers,
+            world_size=settings.world_size,
+            rank_local=rank_local,
+        )
+        with in_step(peers, "go on from the snapshot"):
+            self._engine.adopt(view.reader, restored.is_whole)
+            info = self._info(view.header)
+            rng, rng_skipped = self._restore_rng(view, info, generators)
         return ResumeReport(
             step=info.step,
             next_step=info.step + 1,
@@ -346,34 +424,40 @@ class CheckpointManager(Beginnings):
             **restored.fields(),
         )
 
+    def _refuse_derived(self, view: SnapshotView, rank_local: str) -> None:
+        """Refuses a restore whose generators would not be those that were saved; alike on all ranks."""
+        saved, here = view.header["world_size"], self._settings.world_size
+        if rank_local == "exact" and saved != here and _has_generators(view):
+            raise MismatchError(
+                f"cannot restore the random number generators of each rank: {here} ranks restore, but the "
+                f"snapshot was saved by: {saved}",
+                hint='resume on as many ranks, or pass rank_local="derive" for new streams',
+                name=RNG_KEYWORD,
+                field="world_size",
+                expected=here,
+                found=saved,
+            )
+
+    def _is_own(self, view: SnapshotView) -> bool:
+        """Whether as many ranks have saved: only then what one rank has for itself is this rank's."""
+        return int(view.header["world_size"]) == self._settings.world_size
+
     def _restore_rng(
-        self, view: SnapshotView, generators: dict[str, Any] | None, info: SnapshotInfo
+        self, view: SnapshotView, info: SnapshotInfo, generators: dict[str, Any] | None
     ) -> tuple[str, list[str]]:
         """Restores the generators, last of all; returns what became of them, and of which not."""
-        rank = self._settings.rank
-        if generators is not None:
-            return "restored", rng_state.restore(generators)
-        if not view.reader.rank_structures():
+        settings = self._settings
+        if self._is_own(view):
+            return ("absent", []) if generators is None else ("restored", rng_state.restore(generators))
+        if not _has_generators(view):
             return "absent", []
-        # Saved with fewer ranks: this one gets streams of its own, the same at each resume from here.
-        rng_state.derive(int(info.digest[:16], 16), rank, info.step)
+        # Saved by another number of ranks: each gets a stream of its own, the same at each resume from here.
+        rng_state.derive(int(info.digest[:16], 16), settings.rank, info.step)
         return "derived", []
 
     def sync_now(self) -> SyncReport:
         """Pushes to the bucket; not built yet."""
         raise _not_built("sync_now")
-
-    def create_snapshot(self, step: int, **arguments: Any) -> Any:
-        """Starts a snapshot of several ranks; not built yet."""
-        raise _not_built("create_snapshot", step=step, **arguments)
-
-    def save_rank(self, session_id: str, rank: int, state: dict[Any, Any]) -> Any:
-        """Writes one rank's pack; not built yet."""
-        raise _not_built("save_rank", session_id=session_id, rank=rank, keys=list(state))
-
-    def finalize_snapshot(self, session_id: str) -> SnapshotInfo:
-        """Commits a snapshot of several ranks; not built yet."""
-        raise _not_built("finalize_snapshot", session_id=session_id)
 
     # ---- waiting and the end -------------------------------------------------------------------
 
@@ -406,6 +490,7 @@ class CheckpointManager(Beginnings):
         self._closed = True
         self._staging.close()
         self._engine.close()
+        self._ranks.close()
         with contextlib.ExitStack() as failures:
             failures.callback(self._background.raise_failure)
             failures.callback(self._merging.raise_failure)
@@ -449,6 +534,19 @@ class CheckpointManager(Beginnings):
         """In a forked child: forgets the parent's save and lock."""
         self._engine.abandon()
         self._closed = True
+
+
+def _has_generators(view: SnapshotView) -> bool:
+    return any(RNG_KEYWORD in view.rank_objects(rank) for rank in view.reader.rank_structures())
+
+
+def _ranks_of(settings: Settings) -> Alone:
+    """Returns what connects this rank with the others, if something does."""
+    if not settings.together:
+        return Alone(settings)
+    from varvite.distributed.together import Together
+
+    return Together(settings)
 
 
 def open_for_tags(path: str | os.PathLike[str]) -> CheckpointManager:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from varvite.errors import InvalidInputError
 from varvite.plain import loaded
+from varvite.settings import joined_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     import torch
 
-__all__ = ["PlainModule", "clean_names", "parameter_names", "read_plain"]
+__all__ = ["PlainModule", "buffers_of_others", "clean_names", "parameter_names", "read_plain"]
 
 _WRAPPERS: Final = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -190,6 +191,7 @@ def parameter_names(
         start = f"{keyword}." if keyword in qualified else ""
         names = None if known is None else known.get(keyword)
         if names is None:
+            _reshard(module)
             named = dict(module.named_parameters())
             names = {named[name]: clean for name, clean in clean_names(module, named).items()}
         if not result and not start:
@@ -198,6 +200,19 @@ def parameter_names(
         for parameter, name in names.items():
             result.setdefault(parameter, start + name)
     return result
+
+
+def _reshard(module: torch.nn.Module) -> None:
+    """Has FSDP show the parameters that optimizers have, as it does itself for a state dict.
+
+    After a forward pass without a backward one it shows whole ones in their place.
+    """
+    fsdp = loaded("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for part in module.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
 
 
 def unknown_parameter(
@@ -293,3 +308,30 @@ def _refuse_collisions(cleaned: Mapping[str, str]) -> None:
                 name=name,
                 reason=reason,
             )
+
+
+def buffers_of_others(module: torch.nn.Module) -> set[str]:
+    """Returns the keys of buffers that the next forward pass takes from another rank.
+
+    `DistributedDataParallel` sends those of its first rank to all before each forward pass: until then ranks
+    differ, such as in the running statistics of a BatchNorm, and the others' are never used.
+
+    Example:
+        >>> import torch
+        >>> buffers_of_others(torch.nn.BatchNorm1d(2))
+        set()
+    """
+    parallel = loaded("torch.nn.parallel.distributed")
+    distributed = joined_distributed()
+    if parallel is None or distributed is None:
+        return set()
+    keys: set[str] = set()
+    for prefix, part in module.named_modules():
+        if not isinstance(part, parallel.DistributedDataParallel) or not part.broadcast_buffers:
+            continue
+        if distributed.get_rank(part.process_group) == 0:
+            continue
+        names = {name for name, _ in part.module.named_buffers(remove_duplicate=False)}
+        start = f"{prefix}.module." if prefix else "module."
+        keys |= {start + name for name in names - set(part.parameters_to_ignore)}
+    return keys

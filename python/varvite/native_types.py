@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-__all__ = ["Header", "Merged", "Plan", "Report", "Verification"]
+__all__ = ["Committed", "Header", "Merged", "PartReport", "Plan", "Report", "Verification"]
 
 
 class Header(TypedDict):
@@ -35,6 +35,28 @@ class Report(TypedDict):
     encode_seconds: float
     write_seconds: float
     sync_seconds: float
+    commit_seconds: float
+    retention_error: str | None
+
+
+class PartReport(TypedDict):
+    """Facts of a pack that a rank has written, durable but not committed; times in seconds."""
+
+    rank: int
+    pack: str
+    length_bytes: int
+    chunk_count: int
+    reused_chunk_count: int
+    copy_seconds: float
+    encode_seconds: float
+    write_seconds: float
+    sync_seconds: float
+
+
+class Committed(TypedDict):
+    """Facts of a snapshot of several ranks that was committed."""
+
+    header: Header
     commit_seconds: float
     retention_error: str | None
 

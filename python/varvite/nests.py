@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from varvite import names
 from varvite.errors import InvalidInputError
+from varvite.filling import copy_all
 from varvite.objects import SavedObject
 from varvite.plain import loaded, type_name
 from varvite.plans import ObjectPlan, Problems, may_convert
+from varvite.shards import is_sharded
 from varvite.state import StateDict, flatten, structure_leaves, unflatten
+from varvite.targets import Copy, target_in
 from varvite.tensors import describe, is_direct
 
 if TYPE_CHECKING:
@@ -49,12 +52,19 @@ def plan_nest(
     live = {leaf.name: leaf.value for leaf in flatten(value, prefix=(keyword,)).leaves}
     found = Problems()
     direct: dict[str, Any] = {}
+    sharded: dict[str, Any] = {}
+    regions: dict[str, Any] = {}
+    copies: list[Copy] = []
     saved_leaves = {leaf.name: leaf.is_array for leaf in structure_leaves(saved.structure)}
     for name, is_array in saved_leaves.items():
         problem = None
         if name in live:
             problem, exact = _compare(name, live[name], is_array, view, allow_narrowing=allow_narrowing)
-            if exact and view.row(name).tied_to is None:
+            if problem is None and is_sharded(live[name]):
+                sharded[name] = live[name]
+                regions[name], copy = target_in(name, live[name], view.description(name)[0])
+                copies += [copy] if copy is not None else []
+            elif exact and view.row(name).tied_to is None:
                 direct[name] = live[name]
         if problem is None:
             found.matched.append(name)
@@ -63,14 +73,16 @@ def plan_nest(
     found.missing = [name for name in live if name not in saved_leaves]
     outline = unflatten(saved.structure, lambda _name: None)
     found.missing += _plain_missing(value, outline, keyword)
-    buffers = view.allocate_for(saved.structure, known=direct)
+    references = (leaf for leaf in structure_leaves(saved.structure) if leaf.name not in sharded)
+    buffers = view.allocate(references, known=direct)
 
     def commit() -> None:
-        _assign(value, unflatten(saved.structure, buffers.__getitem__))
+        copy_all(copies)
+        _assign(value, unflatten(saved.structure, {**buffers, **sharded}.__getitem__))
 
     read_already = {id(value) for value in direct.values()}
     others = {name: buffer for name, buffer in buffers.items() if id(buffer) not in read_already}
-    return ObjectPlan({**direct, **view.unique(others)}, found, commit, may_alias=True)
+    return ObjectPlan({**direct, **view.unique(others), **regions}, found, commit, may_alias=True)
 
 
 def _is_fillable(value: Any) -> bool:

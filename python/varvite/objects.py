@@ -7,12 +7,12 @@ optimizer state appears, no random number is drawn, no gradient is touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from varvite._native import Walk
 from varvite.errors import CorruptionError, InvalidInputError
-from varvite.modules import clean_names, read_plain
+from varvite.modules import buffers_of_others, clean_names, read_plain
 from varvite.optim import describe_optimizer
 from varvite.plain import loaded, type_name
 from varvite.state import Json, from_text, shown_prefix, state_dict_node, to_text
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "BUILT_IN_KEYWORDS",
     "LABELS_KEY",
+    "NOTES_KEYWORD",
+    "RNG_KEYWORD",
     "SavedObject",
     "SavedTree",
     "flatten_state",
@@ -33,11 +36,21 @@ __all__ = [
     "positional_objects",
     "read_tree",
     "split_labels",
+    "split_rank_local",
     "stateful_of",
 ]
 
 LABELS_KEY = "varvite"
 """Key of the metadata under which labels are kept."""
+
+RNG_KEYWORD = "rng"
+"""Keyword of the generators' state among the objects of a rank."""
+
+NOTES_KEYWORD = "varvite.dcp"
+"""Keyword among the objects of a rank of what an adapter notes about the entries; no state of the program."""
+
+BUILT_IN_KEYWORDS = frozenset({RNG_KEYWORD, NOTES_KEYWORD})
+"""Keywords among the objects of a rank that Varvite itself gives."""
 
 KINDS = ("module", "optimizer", "stateful", "nest")
 
@@ -97,6 +110,50 @@ def split_labels(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return labels, {keyword: value for keyword, value in objects.items() if keyword not in labels}
 
 
+def split_rank_local(
+    objects: Mapping[str, Any], named: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the objects that all ranks share, and those that belong to this rank alone.
+
+    The latter are those that are named, objects whose class has `is_rank_local = True`, and data loaders that
+    keep a state of their own, such as torchdata's: each rank's has read another part of the data.
+
+    Raises:
+        InvalidInputError: A name is no keyword of an object, or is one that is taken.
+
+    Example:
+        >>> split_rank_local({"model": {}, "cache": {"hits": 3}}, ["cache"])
+        ({'model': {}}, {'cache': {'hits': 3}})
+    """
+    named = [named] if isinstance(named, str) else list(named)
+    for name in named:
+        if name not in objects:
+            reason = f"no object is given under it; objects: {', '.join(objects) or 'none'}"
+            raise InvalidInputError(
+                f"invalid rank_local `{name}`: {reason}", what="rank_local", reason=reason
+            )
+    own = {
+        keyword: value
+        for keyword, value in objects.items()
+        if keyword in named or getattr(value, "is_rank_local", False) is True or _has_own_position(value)
+    }
+    if RNG_KEYWORD in own:
+        reason = "the state of the generators is kept under it; use another keyword"
+        raise InvalidInputError(f"invalid keyword `{RNG_KEYWORD}`: {reason}", what=RNG_KEYWORD, reason=reason)
+    return {keyword: value for keyword, value in objects.items() if keyword not in own}, own
+
+
+def _has_own_position(value: Any) -> bool:
+    """True for a data loader that saves where its own process is in the data."""
+    return is_torch_loader(value) and hasattr(value, "state_dict") and _sampler_of(value) is None
+
+
+def _sampler_of(loader: Any) -> Any:
+    # Where the module was never imported, no loader has such a sampler.
+    samplers = loaded("varvite.training.sampler")
+    return None if samplers is None else samplers.sampler_of(loader)
+
+
 def labels_in(metadata_text: str) -> dict[str, SavedObject]:
     """Returns the labels that the metadata of a header holds, by keyword.
 
@@ -121,9 +178,7 @@ def stateful_of(keyword: str, value: Any) -> Any:
     """
     if not is_torch_loader(value):
         return value
-    # Where the module was never imported, no loader has such a sampler.
-    samplers = loaded("varvite.training.sampler")
-    sampler = None if samplers is None else samplers.sampler_of(value)
+    sampler = _sampler_of(value)
     if sampler is not None:
         return sampler
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
@@ -153,9 +208,17 @@ def modules_among(objects: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
     return {keyword: value for keyword, value in objects.items() if kind_of(value) == "module"}
 
 
-def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns a module's state dict under clean names; its tensors share memory with the module's."""
+def module_state(module: torch.nn.Module, *, as_saved: bool = False) -> dict[str, Any]:
+    """Returns a module's state dict under clean names; its tensors share memory with the module's.
+
+    Args:
+        module: The module.
+        as_saved: Leave out buffers of which another rank has the values that count.
+    """
     state = module.state_dict()
+    if as_saved:
+        for key in buffers_of_others(module):
+            state.pop(key, None)
     names = clean_names(module, state)
     return state_dict_node({names[key]: value for key, value in state.items()})
 
@@ -210,7 +273,7 @@ def _state_of(
     known: Mapping[str, Mapping[torch.Tensor, str]],
 ) -> Any:
     if kind == "module":
-        return module_state(value)
+        return module_state(value, as_saved=True)
     if kind == "optimizer":
         if not modules:
             reason = "an optimizer is saved by parameter name, and no module stands beside it"

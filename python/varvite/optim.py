@@ -19,7 +19,8 @@ from varvite.modules import clean_names, parameter_names, unknown_parameter
 from varvite.optim_plan import OptimizerPlan, plan_optimizer
 from varvite.plain import UnsavableError, loaded, type_name
 from varvite.state import StateDict, flatten, unflatten
-from varvite.tensors import TensorSpec, copy_into, describe
+from varvite.targets import Target, buffer_of
+from varvite.tensors import Described, TensorSpec, copy_into, describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,11 +143,28 @@ def apply_optimizer(
     plan = plan_optimizer(optimizer, modules, unflatten(flat.structure, specs.__getitem__), prefix=prefix)
     plan.check(strict=strict)
     # What is read and what is written may be one memory, so no destination is filled before all are read.
-    values = {name: _as_tensor(described[name].value).clone() for name in plan.destinations}
+    values = {name: _taken_by(target, described[name]).clone() for name, target in plan.destinations.items()}
     for name, destination in plan.destinations.items():
-        copy_into(destination, values[name])
+        copy_into(buffer_of(destination), values[name])
     plan.commit()
     return plan
+
+
+def _taken_by(destination: Any, described: Described) -> torch.Tensor:
+    """Returns the elements of a described tensor that a destination takes."""
+    value = _as_tensor(described.value)
+    if isinstance(destination, Target) and described.region is None:
+        return value[destination.region.slices()]
+    offsets = list(destination.region.offsets) if isinstance(destination, Target) else [0] * value.dim()
+    if described.region is not None and described.region[0] != offsets:
+        reason = f"this rank holds another region of it, from {described.region[0]} and not from {offsets}"
+        raise InvalidInputError(
+            f"cannot restore `{described.name}` from memory: {reason}",
+            hint="save it, and resume from the snapshot",
+            what=described.name,
+            reason=reason,
+        )
+    return value
 
 
 def override_groups(optimizer: torch.optim.Optimizer, override: Mapping[str, Any]) -> list[str]:

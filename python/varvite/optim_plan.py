@@ -15,6 +15,8 @@ from varvite.errors import InternalError, MismatchError, first_lines
 from varvite.modules import parameter_names, unknown_parameter
 from varvite.optim_nest import Group, SavedOptimizer, read_nest
 from varvite.plain import type_name
+from varvite.shards import is_sharded, local_of
+from varvite.targets import Target, target_in
 from varvite.tensors import TensorSpec, allocate, copy_into, is_direct, torch_dtype
 
 if TYPE_CHECKING:
@@ -48,8 +50,8 @@ class OptimizerPlan:
     """What a restore will do, and what stands against it. Made by `plan_optimizer`.
 
     Attributes:
-        destinations: Dense CPU tensors to read bytes to, by name of the entry. All of them must be
-            filled before `commit`.
+        destinations: What to read bytes to, by name of the entry: a dense CPU tensor, or a `Target` that
+            takes this rank's region. All of them must be filled before `commit`.
         matched: Names of the entries that will be restored.
         missing: Names that the optimizer has and the snapshot lacks.
         unexpected: Names that the snapshot has and the optimizer lacks.
@@ -61,7 +63,7 @@ class OptimizerPlan:
 
     def __init__(self, optimizer: torch.optim.Optimizer, work: Work) -> None:
         """Makes a plan for an optimizer that reports nothing yet."""
-        self.destinations: dict[str, torch.Tensor] = {}
+        self.destinations: dict[str, torch.Tensor | Target] = {}
         self.matched: list[str] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -287,6 +289,9 @@ class _Planning:
                 pairs[index] = holders[0]
         live_empty = [index for index, group in enumerate(self.live_groups) if not group.names]
         saved_empty = [index for index, group in enumerate(self.saved.groups) if not group.names]
+        if len(live_empty) != len(saved_empty) and len(self.live_groups) == len(self.saved.groups):
+            # Of a pipeline, a stage may have no parameter of a group that others have some of.
+            saved_empty = [index for index in live_empty if index not in pairs.values()]
         if len(live_empty) != len(saved_empty):
             return self._refuse_partition()
         pairs.update(zip(live_empty, saved_empty, strict=True))
@@ -337,7 +342,8 @@ class _Planning:
             key: self._place(
                 value,
                 live.get(key),
-                parameter,
+                # Steps are counted beside the parameter, not in its form.
+                None if key == "step" else parameter,
                 on_device=_device(key, value, live.get(key), parameter, group),
             )
             for key, value in own.items()
@@ -394,18 +400,18 @@ class _Planning:
         device = on_device or (torch.device("cpu") if live is None else live.device)
         if live is not None and self._can_fill(live, spec, device):
             tensor = live
-            self._reused.add(live.data_ptr())
+            self._reused.add(local_of(live).data_ptr())
         elif like is not None and tuple(like.shape) == spec.shape:
-            # As `zeros_like` in the optimizers: with the strides of the parameter.
+            # As `zeros_like` in the optimizers: with the strides of the parameter, and sharded as it is.
             tensor = torch.empty_like(like.detach(), dtype=torch_dtype(spec.dtype), device=device)
+        elif like is not None and is_sharded(like) and spec.shape:
+            # As `new_zeros` in the optimizers: held by every rank of the parameter's mesh.
+            tensor = like.detach().new_empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         else:
             tensor = allocate(spec.dtype, spec.shape, device)
-        buffer = tensor
-        if not is_direct(tensor):
-            buffer = allocate(spec.dtype, spec.shape)
-            self.work.copies.append((tensor, buffer))
+        self.plan.destinations[spec.name], copy = target_in(spec.name, tensor, spec.dtype)
+        self.work.copies += [copy] if copy is not None else []
         self._placed[spec.name] = tensor
-        self.plan.destinations[spec.name] = buffer
         self.plan.matched.append(spec.name)
         return tensor
 
@@ -413,14 +419,15 @@ class _Planning:
         """True where a live tensor can hold the bytes, and no other entry's bytes go to its memory."""
         import torch
 
+        local = local_of(live)
         return (
-            type(live) in (torch.Tensor, torch.nn.Parameter)
-            and live.dtype is torch_dtype(spec.dtype)
+            type(local) in (torch.Tensor, torch.nn.Parameter)
+            and local.dtype is torch_dtype(spec.dtype)
             and tuple(live.shape) == spec.shape
-            and live.device == device
-            and (is_direct(live) or _is_without_overlap(live))
-            and not live.is_inference()
-            and (live.numel() == 0 or live.data_ptr() not in self._reused)
+            and local.device == device
+            and (is_direct(local) or _is_without_overlap(local))
+            and not local.is_inference()
+            and (local.numel() == 0 or local.data_ptr() not in self._reused)
         )
 
 

@@ -122,7 +122,8 @@ class ObjectPlan:
     """What a restore will do with one object.
 
     Attributes:
-        destinations: Dense CPU tensors or arrays to fill, by name of the entry.
+        destinations: What to fill, by name of the entry: a dense CPU tensor or array with all of it, or a
+            `Target` with a region.
         found: What matched and what did not.
         commit: Installs what was read; called once all destinations are filled.
         may_alias: Whether two destinations may be one memory.

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from varvite.errors import CorruptionError, TensorNotFoundError
-from varvite.state import Json, LeafReference, structure_leaves
+from varvite.objects import SavedObject, positional_objects, read_tree
+from varvite.state import Json, LeafReference, from_text, structure_leaves
+from varvite.targets import Target
 from varvite.tensors import allocate, allocate_array
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ class SnapshotView:
             CorruptionError: Its manifest is damaged.
         """
         self.reader: SnapshotReader = engine.open(seq)
+        self.rank = rank
         self.header = self.reader.header()
         self.rows = entries_of(self.reader)
         self.shared = {row.name: row for row in self.rows if row.rank is None}
@@ -90,15 +93,31 @@ class SnapshotView:
         self.verified_bytes = 0
         self._visible = {**self.local, **self.shared}
 
-    def of_rank(self) -> SnapshotView:
-        """Returns a view in which names are those of this rank's own state.
+    def of_rank(self, rank: int | None = None) -> SnapshotView:
+        """Returns a view in which names are those of one rank's own state, by default of this one's.
 
         A caller's state may use the same names: `rng.torch`, for one. It counts its verified bytes itself.
         """
         view = copy.copy(self)
-        view._visible = self.local  # noqa: SLF001 - a copy of its own kind
+        rank = self.rank if rank is None else rank
+        view._visible = {row.name: row for row in self.rows if row.rank == rank}  # noqa: SLF001 - a copy
         view.verified_bytes = 0
         return view
+
+    def rank_objects(self, rank: int | None = None) -> dict[str, SavedObject]:
+        """Returns the objects that belong to one rank, by default to this one, by keyword.
+
+        The state of its generators is among them, under `rng`. Their names are those of `of_rank`.
+
+        Raises:
+            CorruptionError: The structure is none that a save writes.
+        """
+        text = self.reader.rank_structures().get(self.rank if rank is None else rank)
+        tree = None if text is None else from_text(text)
+        if text is None or (isinstance(tree, dict) and "dict" in tree):
+            # Before there were other objects of a rank, their generators stood in a dict.
+            return positional_objects(tree)
+        return read_tree(text)[1]
 
     def renamed(self, sources: Mapping[str, str]) -> SnapshotView:
         """Returns a view in which entries have other names; it counts its verified bytes itself.
@@ -182,12 +201,20 @@ class SnapshotView:
     def read(self, destinations: Mapping[str, Any]) -> None:
         """Fills tensors and arrays with the entries of their names, each chunk verified first.
 
+        Args:
+            destinations: By name, a dense CPU tensor or array for all of it, or a `Target` for a region.
+
         Raises:
             CorruptionError: Bytes differ from what was written; names pack, offset and entry.
             StoreError: Reading failed.
         """
         indices = [self.row(name).index for name in destinations]
-        self.verified_bytes += self.reader.read(indices, list(destinations.values()))
+        values, regions = [], []
+        for one in destinations.values():
+            is_part = isinstance(one, Target)
+            values.append(one.buffer if is_part else one)
+            regions.append((one.region.offsets, one.region.lengths) if is_part else None)
+        self.verified_bytes += self.reader.read(indices, values, regions)
 
     def map(self, name: str, *, is_array: bool) -> Any | None:
         """Returns an entry as a tensor over the mapped pack, or `None` where it has to be read.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from varvite.background import BackgroundSave
     from varvite.merging import BackgroundMerge
     from varvite.native_types import Header
+    from varvite.ranks import Alone
     from varvite.settings import Settings
     from varvite.training.receipts import Receipt
 
@@ -55,6 +56,7 @@ class Repository:
     _background: BackgroundSave
     _merging: BackgroundMerge
     _process: int
+    _ranks: Alone
     _receipt: Receipt | None = None  # of what was restored last
     _closed = True  # until it is open: `__del__` runs for one that could not be made, too
 
@@ -105,7 +107,7 @@ class Repository:
         self._settle()
         skipped: list[tuple[int, str]] = []
         for view in self._usable(ref, skipped):
-            with falling_back(ref, view, skipped):
+            with falling_back(ref, view.header["seq"], skipped):
                 info = self._info(view.header)
                 if names is not None:
                     patterns = [names] if isinstance(names, str) else names
@@ -149,7 +151,7 @@ class Repository:
         self._settle()
         skipped: list[tuple[int, str]] = []
         for view in self._usable(ref, skipped):
-            with falling_back(ref, view, skipped):
+            with falling_back(ref, view.header["seq"], skipped):
                 found = fill_state_dict(view, state_dict, prefix)
                 return LoadReport(
                     matched=found.matched,
@@ -410,6 +412,10 @@ class Repository:
         if self._closed:
             hint = "do it before close(), within the `with` block of the manager"
             raise InvalidInputError(f"cannot {what}: the manager is closed", hint=hint, what="manager")
+
+    def _peers(self) -> Alone | None:
+        """Returns the ranks that do everything together with this one; `None` where it does so alone."""
+        return self._ranks if self._settings.together else None
 
     def _settle(self) -> None:
         """Waits for the running save, so that a read sees what this process has saved before."""

@@ -6,19 +6,20 @@ agree with the snapshot. Tensors that lie dense in CPU memory are filled where t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from varvite.errors import InvalidInputError, MismatchError
-from varvite.modules import clean_names
+from varvite.filling import allocate_like
+from varvite.module_plan import SavedName, plan_module
 from varvite.nests import plan_nest
 from varvite.objects import (
     SavedObject,
     SavedTree,
     kind_of,
     labels_in,
-    module_state,
     modules_among,
     positional_objects,
     read_tree,
@@ -26,18 +27,20 @@ from varvite.objects import (
 )
 from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded
-from varvite.plans import ObjectPlan, Problems, may_convert
+from varvite.plans import ObjectPlan, Problems
+from varvite.rank_local import RankLocal
 from varvite.records import Mismatched
 from varvite.schedules import compare_schedules, learning_rates, scale_schedules
-from varvite.state import flatten, state_dict_node, structure_leaves, structure_names, unflatten
-from varvite.tensors import TensorSpec, allocate, allocate_array, describe, find_ties, is_direct
+from varvite.state import flatten, structure_names, unflatten
+from varvite.targets import describe_target
+from varvite.tensors import TensorSpec, find_ties
 
 if TYPE_CHECKING:
     import torch
 
     from varvite.reading import SnapshotView
 
-__all__ = ["Restored", "SavedName", "fill_in_place", "is_extra", "restore_objects"]
+__all__ = ["Peers", "Restored", "in_step", "restore_objects"]
 
 
 @dataclass
@@ -73,6 +76,16 @@ class Restored:
         }
 
 
+class Peers(Protocol):
+    """The other ranks of a restore that all of them do together; every method is called on each rank."""
+
+    def unite(self, problems: Problems) -> Problems:
+        """Returns what stands against a restore over all ranks: what one has, is unexpected on none."""
+
+    def together(self, what: str, error: Exception | None = None) -> None:
+        """Raises on every rank where one gives an error; otherwise each goes on."""
+
+
 def restore_objects(
     view: SnapshotView,
     objects: Mapping[str, Any],
@@ -82,6 +95,9 @@ def restore_objects(
     tree: SavedTree | None = None,
     in_part: bool = False,
     keep_hyper_parameters: bool = False,
+    peers: Peers | None = None,
+    world_size: int | None = None,
+    rank_local: str = "derive",
 ) -> Restored:
     """Restores objects from a snapshot: validates all of them, reads in one crossing, then installs.
 
@@ -93,62 +109,150 @@ def restore_objects(
         tree: What the snapshot holds, as `read_tree` gives it, where that is not what the view says.
         in_part: What the snapshot holds beside the objects given is left out, and not unexpected.
         keep_hyper_parameters: Optimizers keep what their program has set in their groups.
+        peers: Ranks that restore at the same time: nothing is changed, read or installed on any where one
+            can't go on.
+        world_size: How many ranks restore; `None` for as many as have saved.
+        rank_local: What becomes of objects of one rank where another number has saved them: `derive` or
+            `exact`.
 
     Raises:
         MismatchError: Something does not match; nothing was changed.
         CorruptionError: Bytes differ from what was written; tensors that were filled before the damage
             was met hold values of the snapshot.
     """
-    state_tree, saved = read_tree(view.reader.structure()) if tree is None else tree
-    positional = positional_objects(state_tree)
-    labels = labels_in(view.header["metadata"])
     settings = dict(override)
     allow_narrowing = bool(settings.pop("allow_narrowing", False))
-    modules = modules_among(objects)
-    qualified = _qualified(modules, saved)
-    found = Problems()
-    plans: dict[str, ObjectPlan] = {}
-    for keyword, value in objects.items():
-        known = saved.get(keyword) or labels.get(keyword) or positional.get(keyword)
-        if known is None:
-            found.missing.append(keyword)
-            continue
-        plans[keyword] = _plan_object(
-            keyword,
-            value,
-            known,
-            view,
-            modules,
-            qualified,
-            allow_narrowing=allow_narrowing,
-            keep_hyper_parameters=keep_hyper_parameters,
-        )
-        found.add(plans[keyword].found)
-    if not in_part:
-        found.unexpected += [keyword for keyword in saved if keyword not in objects]
-    if state_tree is not None and not in_part:
-        restored = {
-            name for keyword in plans if keyword in positional for name in plans[keyword].found.matched
-        }
-        found.unexpected += [name for name in structure_names(state_tree) if name not in restored]
-    destinations = _disjoint(plans, view, found)
-    # A nest takes over whole containers: there is no leaving out one of its tensors.
-    in_whole = any(
-        plan.found.mismatched for keyword, plan in plans.items() if kind_of(objects[keyword]) == "nest"
-    )
-    found.check(strict=strict, in_whole=in_whole)
-    optimizers = [objects[keyword] for keyword in plans if kind_of(objects[keyword]) == "optimizer"]
-    _check_override(settings, optimizers)
+    restoring = _Restoring(view, objects, read_tree(view.reader.structure()) if tree is None else tree)
+    with in_step(peers, "prepare the restore"):
+        local = RankLocal(view, world_size=world_size, mode=rank_local)
+        restoring.plan(local, allow_narrowing=allow_narrowing, keep_hyper_parameters=keep_hyper_parameters)
+        if not in_part:
+            restoring.find_unexpected(local)
+    if peers is not None:
+        restoring.found = peers.unite(restoring.found)
+    with in_step(peers, "validate the restore"):
+        restoring.found.check(strict=strict, in_whole=restoring.is_in_whole())
+        _check_override(settings, restoring.of_kind("optimizer"))
+    with in_step(peers, "read the snapshot"):
+        restoring.read()
+    with in_step(peers, "install what was read"):
+        return restoring.install(settings)
 
-    view.read(destinations)
-    order = sorted(plans, key=lambda keyword: _install_order(objects[keyword]))
-    for keyword in order:
-        plans[keyword].commit()
-    stateful = [objects[keyword] for keyword in plans if kind_of(objects[keyword]) == "stateful"]
-    overridden = [line for optimizer in optimizers for line in _override(optimizer, settings, stateful)]
-    is_whole = not (found.missing or found.unexpected or found.mismatched)
-    loader = "restored" if any(_is_loader(objects[keyword]) for keyword in order) else "absent"
-    return Restored(found, order, overridden, is_whole, loader)
+
+@contextlib.contextmanager
+def in_step(peers: Peers | None, what: str) -> Iterator[None]:
+    """Does one phase of a restore, after which every rank goes on or none.
+
+    Args:
+        peers: The other ranks; `None` where there are none.
+        what: The phase, for messages.
+
+    Example:
+        >>> with in_step(None, "look"):
+        ...     pass
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failure:
+        if peers is None:
+            raise
+        error = failure
+    if peers is not None:
+        peers.together(what, error)
+    if error is not None:
+        raise error
+
+
+class _Restoring:
+    """One restore, phase by phase."""
+
+    def __init__(self, view: SnapshotView, objects: Mapping[str, Any], tree: SavedTree) -> None:
+        self.found = Problems()
+        self._view = view
+        self._objects = objects
+        self._state_tree, self._saved = tree
+        self._positional = positional_objects(self._state_tree)
+        self._plans: dict[str, ObjectPlan] = {}
+        self._reads: list[tuple[SnapshotView, dict[str, Any]]] = []
+
+    def plan(self, local: RankLocal, **settings: bool) -> None:
+        """Finds where everything goes, and what stands against it."""
+        labels = labels_in(self._view.header["metadata"])
+        modules = modules_among(self._objects)
+        beside = _Beside(modules, _qualified(modules, self._saved), **settings)
+        shared: dict[str, ObjectPlan] = {}
+        own: dict[str, ObjectPlan] = {}
+        own_view = self._view.of_rank()
+        for keyword, value in self._objects.items():
+            known = self._saved.get(keyword) or labels.get(keyword) or self._positional.get(keyword)
+            if keyword in local.keywords:
+                mine = local.own(keyword)
+                if mine is not None:
+                    own[keyword] = _plan_object(keyword, value, mine, own_view, beside)
+                else:
+                    plan, reads = local.plan_all(keyword, value)
+                    self._reads += reads
+                    own.update({} if plan is None else {keyword: plan})
+            elif known is not None:
+                shared[keyword] = _plan_object(keyword, value, known, self._view, beside)
+            done = shared.get(keyword) or own.get(keyword)
+            if done is None:
+                self.found.missing.append(keyword)
+            else:
+                self._plans[keyword] = done
+                self.found.add(done.found)
+        self._reads.append((self._view, _disjoint(shared, self._view, self.found)))
+        self._reads.append((own_view, _disjoint(own, own_view, self.found)))
+
+    def find_unexpected(self, local: RankLocal) -> None:
+        """Notes what the snapshot holds beside the objects given."""
+        saved = {**self._saved, **dict.fromkeys(sorted(local.keywords))}
+        self.found.unexpected += [keyword for keyword in saved if keyword not in self._objects]
+        if self._state_tree is not None:
+            positional = [plan for keyword, plan in self._plans.items() if keyword in self._positional]
+            restored = {name for plan in positional for name in plan.found.matched}
+            self.found.unexpected += [
+                name for name in structure_names(self._state_tree) if name not in restored
+            ]
+
+    def of_kind(self, kind: str) -> list[Any]:
+        """Returns the live objects of a kind that are restored."""
+        return [self._objects[keyword] for keyword in self._plans if kind_of(self._objects[keyword]) == kind]
+
+    def is_in_whole(self) -> bool:
+        """True where a tensor that doesn't fit can't be left out: a nest takes over whole containers."""
+        return any(
+            plan.found.mismatched
+            for keyword, plan in self._plans.items()
+            if kind_of(self._objects[keyword]) == "nest"
+        )
+
+    def read(self) -> None:
+        """Fills all destinations."""
+        for view, destinations in self._reads:
+            if not destinations:
+                continue
+            before = view.verified_bytes
+            view.read(destinations)
+            if view is not self._view:
+                self._view.verified_bytes += view.verified_bytes - before
+
+    def install(self, settings: Mapping[str, Any]) -> Restored:
+        """Carries out the plans, and overrides hyper-parameters."""
+        order = sorted(self._plans, key=lambda keyword: _install_order(self._objects[keyword]))
+        for keyword in order:
+            self._plans[keyword].commit()
+        stateful = self.of_kind("stateful")
+        overridden = [
+            line
+            for optimizer in self.of_kind("optimizer")
+            for line in _override(optimizer, settings, stateful)
+        ]
+        found = self.found
+        is_whole = not (found.missing or found.unexpected or found.mismatched)
+        loader = "restored" if any(_is_loader(self._objects[keyword]) for keyword in order) else "absent"
+        return Restored(found, order, overridden, is_whole, loader)
 
 
 def _qualified(modules: Mapping[str, Any], saved: Mapping[str, SavedObject]) -> set[str]:
@@ -168,7 +272,7 @@ def _disjoint(plans: Mapping[str, ObjectPlan], view: SnapshotView, found: Proble
     joined = {name: buffer for plan in plans.values() for name, buffer in plan.destinations.items()}
     if len(plans) < 2 and not any(plan.may_alias for plan in plans.values()):
         return joined
-    for name, first in find_ties(describe(name, value) for name, value in joined.items()).items():
+    for name, first in find_ties(describe_target(name, value) for name, value in joined.items()).items():
         del joined[name]
         if not view.same_bytes(name, first):
             expected = f"that of `{first}`, with which it shares memory"
@@ -206,16 +310,24 @@ def _is_loader(value: Any) -> bool:
     return kind_of(value) == "stateful" and hasattr(value, "__iter__")
 
 
+class _Beside(NamedTuple):
+    """What an object is restored with.
+
+    Attributes:
+        modules: The modules given beside it.
+        qualified: The keywords among them that start names of parameters.
+        allow_narrowing: Whether a value may be rounded to the live dtype.
+        keep_hyper_parameters: Whether an optimizer keeps what its program has set in its groups.
+    """
+
+    modules: Mapping[str, torch.nn.Module]
+    qualified: set[str]
+    allow_narrowing: bool
+    keep_hyper_parameters: bool
+
+
 def _plan_object(
-    keyword: str,
-    value: Any,
-    saved: SavedObject,
-    view: SnapshotView,
-    modules: Mapping[str, torch.nn.Module],
-    qualified: set[str],
-    *,
-    allow_narrowing: bool,
-    keep_hyper_parameters: bool,
+    keyword: str, value: Any, saved: SavedObject, view: SnapshotView, beside: _Beside
 ) -> ObjectPlan:
     """Plans the restore of one object.
 
@@ -225,11 +337,8 @@ def _plan_object(
         keyword: The keyword it was saved under.
         value: The live object.
         saved: What the snapshot has under this keyword.
-        view: The snapshot.
-        modules: The modules given beside it.
-        qualified: The keywords among them that start names of parameters.
-        allow_narrowing: Whether a value may be rounded to the live dtype.
-        keep_hyper_parameters: Whether an optimizer keeps what its program has set in its groups.
+        view: The snapshot, with the names of the object.
+        beside: What it is restored with.
 
     Raises:
         MismatchError: The snapshot holds another kind of object under this keyword.
@@ -246,184 +355,29 @@ def _plan_object(
             found=saved.kind,
         )
     if kind == "module":
-        return _plan_module(keyword, value, saved, view, allow_narrowing=allow_narrowing)
+        return plan_module(keyword, value, saved, view, allow_narrowing=beside.allow_narrowing)
     if kind == "optimizer":
         specs = {name: TensorSpec(name, *view.description(name)) for name in structure_names(saved.structure)}
         nest = unflatten(saved.structure, specs.__getitem__)
         plan = plan_optimizer(
             value,
-            modules,
+            beside.modules,
             nest,
             prefix=keyword,
-            qualified=qualified,
-            keep_hyper_parameters=keep_hyper_parameters,
+            qualified=beside.qualified,
+            keep_hyper_parameters=beside.keep_hyper_parameters,
         )
         found = Problems()
         found.add(plan)
         return ObjectPlan(dict(plan.destinations), found, plan.commit)
     if kind == "stateful":
         return _plan_stateful(keyword, stateful_of(keyword, value), saved, view)
-    return plan_nest(keyword, value, saved, view, allow_narrowing=allow_narrowing)
-
-
-def fill_in_place(
-    live: Mapping[str, Any], saved_names: list[str], view: SnapshotView, *, allow_narrowing: bool
-) -> ObjectPlan:
-    """Plans to fill live tensors with the entries of the same names.
-
-    Args:
-        live: Tensors or arrays by entry name.
-        saved_names: Names the snapshot has.
-        view: The snapshot.
-        allow_narrowing: Whether a value may be rounded to the live dtype.
-    """
-    found = Problems()
-    known = set(saved_names)
-    found.missing = [name for name in live if name not in known]
-    found.unexpected = [name for name in saved_names if name not in live]
-    described = {name: describe(name, value) for name, value in live.items() if name in known}
-    ties = find_ties(described.values())
-    destinations: dict[str, Any] = {}
-    copies: list[tuple[Any, Any]] = []
-    for name, one in described.items():
-        saved_dtype, saved_shape = view.description(name)
-        if tuple(saved_shape) != tuple(one.shape):
-            found.mismatched.append((name, "shape", list(one.shape), list(saved_shape)))
-            continue
-        exact = saved_dtype == one.dtype
-        if not exact and not may_convert(saved_dtype, one.dtype, allow_narrowing=allow_narrowing):
-            found.mismatched.append((name, "dtype", one.dtype, saved_dtype))
-            continue
-        if name in ties and ties[name] in found.matched:
-            if view.same_bytes(name, ties[name]):
-                found.matched.append(name)
-            else:
-                expected = f"that of `{ties[name]}`, with which it is tied"
-                found.mismatched.append((name, "value", expected, "another"))
-            continue
-        found.matched.append(name)
-        value = live[name]
-        if exact and _is_direct(value):
-            destinations[name] = value.detach() if hasattr(value, "detach") else value
-        else:
-            buffer = (
-                allocate(saved_dtype, saved_shape)
-                if hasattr(value, "detach")
-                else allocate_array(saved_dtype, saved_shape)
-            )
-            destinations[name] = buffer
-            copies.append((value, buffer))
-    return ObjectPlan(destinations, found, lambda: _copy_all(copies))
-
-
-def _is_direct(value: Any) -> bool:
-    torch = loaded("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return is_direct(value)
-    return bool(value.flags["C_CONTIGUOUS"] and value.flags["WRITEABLE"] and value.dtype.isnative)
-
-
-def _copy_all(copies: list[tuple[Any, Any]]) -> None:
-    torch = loaded("torch")
-    for value, buffer in copies:
-        if torch is not None and isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                value.detach().copy_(buffer)
-        else:
-            value[...] = buffer
-
-
-def _plan_module(
-    keyword: str, module: torch.nn.Module, saved: SavedObject, view: SnapshotView, *, allow_narrowing: bool
-) -> ObjectPlan:
-    state = module_state(module)
-    saved_state = unflatten(saved.structure, SavedName)
-    tensors = {key: value for key, value in state.items() if not is_extra(key, value)}
-    live = {leaf.name: leaf.value for leaf in flatten(state_dict_node(tensors), prefix=(keyword,)).leaves}
-    saved_extra = {key: value for key, value in saved_state.items() if is_extra(key, value)}
-    saved_names = [
-        name for key in saved_state if key not in saved_extra for name in _names_in(saved_state[key])
-    ]
-    plan = fill_in_place(live, saved_names, view, allow_narrowing=allow_narrowing)
-    extra = [key for key in state if key not in tensors]
-    plan.found.missing += [f"{keyword}.{key}" for key in extra if key not in saved_extra]
-    plan.found.unexpected += [f"{keyword}.{key}" for key in saved_extra if key not in extra]
-    if not _is_backed(module, live):
-        # A hook makes other tensors of the module's own: only its load_state_dict knows the way back.
-        return _plan_by_load_state_dict(module, saved, view, plan)
-    wanted = {key: saved_extra[key] for key in extra if key in saved_extra}
-    return _plan_extra_state(module, saved, view, plan, wanted) if wanted else plan
-
-
-class SavedName(str):
-    """Stands for the leaf of this name."""
-
-    __slots__ = ()
-
-
-def is_extra(key: str, value: Any) -> bool:
-    """True for what `get_extra_state` gave, or what a hook added: no tensor of the module's own."""
-    is_leaf = (
-        isinstance(value, SavedName) or hasattr(value, "detach") or hasattr(value, "__array_interface__")
-    )
-    return not is_leaf or key.rpartition(".")[2] == "_extra_state"
-
-
-def _names_in(value: Any) -> list[str]:
-    if isinstance(value, SavedName):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [name for item in items for name in _names_in(item)]
-
-
-def _plan_extra_state(
-    module: torch.nn.Module,
-    saved: SavedObject,
-    view: SnapshotView,
-    plan: ObjectPlan,
-    wanted: Mapping[str, Any],
-) -> ObjectPlan:
-    """Adds to a plan what only the module's load_state_dict takes back."""
-    names = {name for value in wanted.values() for name in _names_in(value)}
-    buffers = view.allocate(leaf for leaf in structure_leaves(saved.structure) if leaf.name in names)
-    plan.found.matched += sorted(names)
-    original = {clean: key for key, clean in clean_names(module).items()}
-    fill = plan.commit
-
-    def commit() -> None:
-        fill()
-        found = unflatten(saved.structure, buffers.get)
-        module.load_state_dict({original[key]: found[key] for key in wanted}, strict=False)
-
-    return ObjectPlan({**plan.destinations, **view.unique(buffers)}, plan.found, commit)
-
-
-def _is_backed(module: torch.nn.Module, live: Mapping[str, Any]) -> bool:
-    """True where every leaf of the state dict is memory of a parameter or buffer of the module."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    return all(
-        hasattr(leaf, "untyped_storage") and (leaf.numel() == 0 or leaf.untyped_storage().data_ptr() in own)
-        for leaf in live.values()
-    )
-
-
-def _plan_by_load_state_dict(
-    module: torch.nn.Module, saved: SavedObject, view: SnapshotView, plan: ObjectPlan
-) -> ObjectPlan:
-    buffers = view.allocate_for(saved.structure)
-
-    def commit() -> None:
-        state = unflatten(saved.structure, buffers.__getitem__)
-        original = {clean: key for key, clean in clean_names(module).items()}
-        left_alone = {row[0].partition(".")[2] for row in plan.found.mismatched}
-        fitting = {original.get(key, key): value for key, value in state.items() if key not in left_alone}
-        module.load_state_dict(fitting, strict=False)
-
-    return ObjectPlan(view.unique(buffers), plan.found, commit)
+    return plan_nest(keyword, value, saved, view, allow_narrowing=beside.allow_narrowing)
 
 
 def _plan_stateful(keyword: str, value: Any, saved: SavedObject, view: SnapshotView) -> ObjectPlan:
-    buffers = view.allocate_for(saved.structure)
+    live = _live_tensors(keyword, value, saved, view)
+    buffers, destinations, finish = allocate_like(saved.structure, live, view)
     found = Problems(matched=structure_names(saved.structure))
     found.add(compare_schedules(keyword, value, unflatten(saved.structure, SavedName)))
     check = getattr(value, "check_state_dict", None)
@@ -432,6 +386,21 @@ def _plan_stateful(keyword: str, value: Any, saved: SavedObject, view: SnapshotV
         check(unflatten(saved.structure, buffers.__getitem__))
 
     def commit() -> None:
+        finish()
         value.load_state_dict(unflatten(saved.structure, buffers.__getitem__))
 
-    return ObjectPlan(view.unique(buffers), found, commit)
+    return ObjectPlan(destinations, found, commit)
+
+
+def _live_tensors(keyword: str, value: Any, saved: SavedObject, view: SnapshotView) -> dict[str, Any]:
+    """Returns the tensors of an object's own state, by entry name, where some may be sharded.
+
+    To ask costs: so only where sharded tensors are in use at all, and the saved state has tensors of at least
+    one dimension. Loaders are never asked: they shard none, some would start their workers, and others have
+    no state before they are attached.
+    """
+    may_shard = loaded("torch.distributed.tensor") is not None and not _is_loader(value)
+    is_asked = may_shard and any(view.description(name)[1] for name in structure_names(saved.structure))
+    if not is_asked:
+        return {}
+    return {leaf.name: leaf.value for leaf in flatten(value.state_dict(), prefix=(keyword,)).leaves}

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from varvite._native import SaveTensors, Walk
 from varvite.casting import CastRules
 from varvite.errors import InvalidInputError
-from varvite.objects import LABELS_KEY, flatten_state, split_labels
+from varvite.objects import LABELS_KEY, RNG_KEYWORD, flatten_state, split_labels, split_rank_local
 from varvite.plain import type_name
 from varvite.staging import Staging
 from varvite.state import flatten
 from varvite.training import rng as rng_state
 
-__all__ = ["Payload", "describe_save"]
+__all__ = ["Payload", "describe_save", "read_metadata", "read_metrics", "read_step"]
 
 _STEP_LIMIT = 1 << 63
 
 
 class Payload(NamedTuple):
-    """The arguments of `Engine.save`.
+    """What crosses into the engine.
 
     Attributes:
         step: The training step.
         tensors: Tensors and arrays, described; they keep the memory alive.
-        texts: Metrics, metadata and structures.
+        labels: `metrics` and `metadata` of the snapshot.
+        structures: `structure` and `rank_structure`.
+        idle_patterns: Patterns of `save_dtype` that match nothing here, at the first save.
     """
 
     step: int
     tensors: SaveTensors
-    texts: dict[str, Any]
+    labels: dict[str, Any]
+    structures: dict[str, Any]
+    idle_patterns: list[str]
 
 
 def describe_save(
@@ -42,6 +46,7 @@ def describe_save(
     *,
     rng: bool,
     rank: int,
+    rank_local: Collection[str] = (),
     casts: CastRules | None = None,
     staging: Staging | None = None,
 ) -> Payload:
@@ -55,37 +60,51 @@ def describe_save(
         objects: Objects by keyword.
         rng: Whether the random number generators belong to it.
         rank: Rank of this process, which they are local to.
+        rank_local: Keywords of objects that belong to this rank alone, beside those that are known to.
         casts: Which tensors are stored in a narrower dtype.
         staging: When the bytes are taken; `None` where the caller waits for all of it.
 
     Raises:
         InvalidInputError: Something can't be saved; names the argument or the path.
     """
+    step = read_step(step)
+    labels, others = split_labels(objects)
+    shared, own = split_rank_local(others, rank_local)
+    tensors = SaveTensors() if staging is None else staging.begin(others)
+    walk, own_walk = Walk(), Walk()
+    structure = flatten_state(walk, state, shared)
+    if rng:
+        own = {RNG_KEYWORD: rng_state.capture(), **own}
+    rank_structure = flatten_state(own_walk, None, own) if own else None
+    tensors.add(walk)
+    idle_patterns: list[str] = []
+    if casts is not None:
+        names = tensors.names()
+        tensors.store_as(casts.wishes(names))
+        idle_patterns = casts.idle_patterns(names)
+    tensors.add(own_walk, rank)
+    return Payload(
+        step,
+        tensors,
+        {"metrics": read_metrics(metrics), "metadata": read_metadata(metadata, labels)},
+        {"structure": structure, "rank_structure": rank_structure},
+        idle_patterns,
+    )
+
+
+def read_step(step: int) -> int:
+    """Reads a step.
+
+    Raises:
+        InvalidInputError: It is no whole number from 0 to 2^63 - 1.
+    """
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < _STEP_LIMIT:
         reason = f"must be a whole number from 0 to 2^63 - 1, not {type_name(step)} {step!r}"
         raise InvalidInputError(f"invalid step: {reason}", what="step", reason=reason)
-    labels, others = split_labels(objects)
-    tensors = SaveTensors() if staging is None else staging.begin(others)
-    walk = Walk()
-    structure = flatten_state(walk, state, others)
-    own_walk = Walk()
-    rank_structure = own_walk.flatten({"rng": rng_state.capture()}, "") if rng else None
-    tensors.add(walk)
-    if casts is not None:
-        tensors.store_as(casts.wishes(tensors.names()))
-    tensors.add(own_walk, rank)
-    if staging is not None:
-        staging.mark(tensors)
-    texts = {
-        "metrics": _read_metrics(metrics),
-        "metadata": _metadata_text(metadata, labels),
-        "structure": structure,
-        "rank_structure": rank_structure,
-    }
-    return Payload(step.__index__(), tensors, texts)
+    return step.__index__()
 
 
-def _read_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+def read_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Reads numbers, also those of tensors and NumPy scalars with one element."""
     if metrics is not None and not isinstance(metrics, Mapping):
         reason = f"must be a dict of numbers by name, not {type_name(metrics)}"
@@ -112,7 +131,12 @@ def _as_float(value: Any) -> float | None:
         return None
 
 
-def _metadata_text(metadata: Mapping[str, Any] | None, labels: Mapping[str, Any]) -> str:
+def read_metadata(metadata: Mapping[str, Any] | None, labels: Mapping[str, Any]) -> str:
+    """Reads metadata, and the labels of a run beside it, as JSON text.
+
+    Raises:
+        InvalidInputError: It is no dict of plain values, or uses the key that labels are kept under.
+    """
     if metadata is not None and not isinstance(metadata, dict):
         reason = f"must be a dict of plain values, not {type_name(metadata)}"
         raise InvalidInputError(f"invalid metadata: {reason}", what="metadata", reason=reason)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from varvite._native import Engine
 from varvite.casting import SAVE_DTYPES, CastRules
 from varvite.errors import InvalidInputError, NotBuiltYetError
 from varvite.keep import Keep
 from varvite.plain import loaded
 
-__all__ = ["MergePolicy", "Settings", "read_settings"]
+__all__ = ["MergePolicy", "Settings", "joined_distributed", "open_engine", "read_settings"]
 
 _LEGAL_PATHS = "a folder, or a url file://, s3://, gs:// or az://"
 _REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure")
@@ -65,10 +66,12 @@ class Settings:
         delta: Whether a chunk may be stored as a difference.
         staging: `copy`, `cow` or `overlap`.
         fsync: Whether durability is asked of the medium.
-        access: `write`, `tag` or `read`.
+        access: `write`, `rank` (of a rank that does not coordinate), `tag` or `read`.
         on_error: `raise` or `warn`: what becomes of a failed background save.
         rank: Rank of this process.
         world_size: Ranks that save together.
+        together: Whether they do so by `torch.distributed`: saves and resumes are collective.
+        process_group: The group whose ranks these are; `None` for all.
         profile: Whether a line of timings is written for each save.
     """
 
@@ -87,7 +90,14 @@ class Settings:
     on_error: str
     rank: int
     world_size: int
+    together: bool
+    process_group: Any
     profile: bool
+
+    @property
+    def is_coordinator(self) -> bool:
+        """True on the rank that decides, and that alone writes manifests."""
+        return self.rank == 0
 
 
 def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Settings:
@@ -103,7 +113,10 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
     """
     _check_choices(arguments)
     _check_not_built(arguments)
-    rank, world_size = _topology(arguments["rank"], arguments["world_size"], arguments["process_group"])
+    rank, world_size, together = _topology(
+        arguments["rank"], arguments["world_size"], arguments["process_group"]
+    )
+    writes = "write" if rank == 0 else "rank"
     keep, merge = arguments["keep"], arguments["merge"]
     if keep is not None and not isinstance(keep, Keep):
         raise _refuse("keep", keep, "a policy of `varvite.keep`, such as `keep.last(3)`, or None")
@@ -119,11 +132,44 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
         delta=arguments["delta"],
         staging=arguments["staging"],
         fsync=bool(arguments["fsync"]) and os.environ.get("VARVITE_FSYNC", "1") != "0",
-        access="read" if arguments["read_only"] else "write",
+        access="read" if arguments["read_only"] else writes,
         on_error=arguments["on_error"],
         rank=rank,
         world_size=world_size,
+        together=together,
+        process_group=arguments["process_group"],
         profile=os.environ.get("VARVITE_PROFILE", "0") not in ("", "0"),
+    )
+
+
+def open_engine(
+    settings: Settings, access: str, *, rank: int | None = None, world_size: int | None = None
+) -> Engine:
+    """Opens a repository for one rank.
+
+    Args:
+        settings: The repository and how to write it.
+        access: `write`, `rank`, `tag` or `read`.
+        rank: The rank; by default that of the settings.
+        world_size: Number of ranks; by default that of the settings.
+
+    Raises:
+        NotARepositoryError: The folder holds something else, or nothing and it is opened to read.
+        RepositoryLockedError: Another process writes here.
+        UnsupportedFormatError: A newer version wrote here.
+    """
+    return Engine(
+        settings.path,
+        access=access,
+        chunk_bytes=settings.chunk_bytes,
+        threads=settings.threads,
+        sync=settings.fsync,
+        rules=settings.rules,
+        merge=settings.merge,
+        rank=settings.rank if rank is None else rank,
+        world_size=settings.world_size if world_size is None else world_size,
+        compression=settings.compression,
+        delta=settings.delta,
     )
 
 
@@ -213,45 +259,68 @@ def _chunk_bytes(chunk_bytes: int) -> int:
     return chunk_bytes
 
 
-def _topology(rank: int | str | None, world_size: int | str | None, process_group: Any) -> tuple[int, int]:
-    """Which rank of how many this process is; a launcher's word is never adopted silently."""
-    launched = _launched()
+def _topology(
+    rank: int | str | None, world_size: int | str | None, process_group: Any
+) -> tuple[int, int, bool]:
+    """Which rank of how many this process is, and whether they are those of `torch.distributed`.
+
+    What a launcher says is never adopted silently.
+    """
     for name, value in (("rank", rank), ("world_size", world_size)):
-        if (
-            value is not None
-            and value != "auto"
-            and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
-        ):
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if value not in (None, "auto") and not is_whole:
             raise _refuse(name, value, "a whole number, `auto`, or None")
-    if rank is None and world_size is None and process_group is None:
-        if launched is not None and launched[1] > 1:
-            message = (
-                f"invalid rank and world size: this process was launched as rank {launched[0]} of "
-                f"{launched[1]}, and nothing was said about ranks"
-            )
-            hint = (
-                'pass rank="auto" and world_size="auto" to save with all ranks, '
-                "or rank=0 and world_size=1 to save alone"
-            )
-            raise InvalidInputError(message, hint=hint, what="rank", rank=launched[0], world_size=launched[1])
-        return 0, 1
-    found = (launched or (0, 1)) if "auto" in (rank, world_size) or process_group is not None else (0, 1)
-    chosen_rank = found[0] if rank in (None, "auto") else int(rank)
-    chosen_size = found[1] if world_size in (None, "auto") else int(world_size)
-    if chosen_rank >= max(chosen_size, 1) or chosen_size < 1:
-        raise _refuse("rank", chosen_rank, f"below the world size: {chosen_size}")
-    if chosen_size > 1:
-        which = f"this one is {chosen_rank} of {chosen_size}"
-        message = f"not built yet in this version: saving with several ranks, {which}"
-        raise NotBuiltYetError(message, what="world_size", rank=chosen_rank, world_size=chosen_size)
-    return chosen_rank, chosen_size
+    joined = _joined(process_group)
+    found = joined or _launched()
+    says_nothing = rank is None and world_size is None
+    if says_nothing and joined is None and found is not None and found[1] > 1:
+        raise _nothing_said(*found)
+    if says_nothing:
+        chosen = joined or (0, 1)
+    else:
+        source = found if "auto" in (rank, world_size) and found is not None else (0, 1)
+        chosen = (
+            source[0] if rank in (None, "auto") else int(rank or 0),
+            source[1] if world_size in (None, "auto") else int(world_size or 0),
+        )
+    if chosen[1] < 1 or chosen[0] >= chosen[1]:
+        raise _refuse("rank", chosen[0], f"below the world size: {chosen[1]}")
+    if process_group is not None and chosen != joined:
+        reason = f"its rank and world size are {joined}, not {chosen}"
+        raise InvalidInputError(f"invalid process_group: {reason}", what="process_group", reason=reason)
+    return *chosen, chosen[1] > 1 and chosen == joined
+
+
+def _nothing_said(rank: int, world_size: int) -> InvalidInputError:
+    message = (
+        f"invalid rank and world size: this process was launched as rank {rank} of {world_size}, and "
+        "nothing was said about ranks"
+    )
+    hint = (
+        "call torch.distributed.init_process_group first to save with all ranks, pass "
+        'rank="auto" and world_size="auto" to hand sessions around yourself, or rank=0 and world_size=1 '
+        "to save alone"
+    )
+    return InvalidInputError(message, hint=hint, what="rank", rank=rank, world_size=world_size)
+
+
+def _joined(process_group: Any) -> tuple[int, int] | None:
+    """Rank and world size in `torch.distributed`, where the program has set it up."""
+    distributed = joined_distributed()
+    if distributed is None:
+        if process_group is None:
+            return None
+        reason = "torch.distributed is not set up in this process"
+        raise InvalidInputError(f"invalid process_group: {reason}", what="process_group", reason=reason)
+    rank = distributed.get_rank(process_group)
+    if rank < 0:
+        reason = "this process is not in it"
+        raise InvalidInputError(f"invalid process_group: {reason}", what="process_group", reason=reason)
+    return rank, distributed.get_world_size(process_group)
 
 
 def _launched() -> tuple[int, int] | None:
-    """Rank and world size by `torch.distributed` if it is initialised, else by the launcher's environment."""
-    distributed = joined_distributed()
-    if distributed is not None:
-        return distributed.get_rank(), distributed.get_world_size()
+    """Rank and world size by the launcher's environment."""
     world_size = _environment_number("WORLD_SIZE")
     if world_size is None:
         return None

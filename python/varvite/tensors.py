@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from varvite._native import describe_dense
 from varvite.errors import InvalidInputError, MismatchError, UnsupportedFormatError
 from varvite.plain import UnsavableError, loaded, numpy_dtype_text
+from varvite.shards import Shard, is_sharded, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -75,15 +76,17 @@ class Described(NamedTuple):
     Attributes:
         name: Name of the entry.
         dtype: A key of `DTYPES`.
-        shape: Length of each dimension, in elements.
-        value: A dense, row-major, detached `torch.Tensor` in CPU memory, or such an array. It may share
-            memory with the caller's: read it before the caller goes on.
+        shape: Length of each dimension of the whole tensor, in elements.
+        value: A dense, row-major, detached `torch.Tensor` in CPU memory, or such an array, of the region's
+            elements. It may share memory with the caller's: read it before the caller goes on.
         identity: With dtype and shape, equal for two tensors that are tied; `None` for one that can't be.
             The address of the first element, and how the others are reached from there: an empty text
             for a dense tensor of the CPU.
         source: The caller's tensor. While it is held, no other tensor can get its memory and by that
             its identity.
         is_kept: True where nobody else uses the memory of the value before the save has ended.
+        region: What the value is of a tensor of this shape: its offsets and its lengths, in elements; `None`
+            for all of it.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Described(NamedTuple):
     identity: tuple[int, str] | None
     source: Any
     is_kept: bool = False
+    region: tuple[list[int], list[int]] | None = None
 
 
 class TensorSpec(NamedTuple):
@@ -114,11 +118,11 @@ def describe(name: str, value: Any) -> Described:
 
     Args:
         name: Name of the entry.
-        value: A `torch.Tensor` on any device, or a `numpy.ndarray`.
+        value: A `torch.Tensor` on any device, a `DTensor` included, or a `numpy.ndarray`.
 
     Returns:
-        The description. Its value is a copy only where the tensor isn't dense, row-major, plain and in
-        CPU memory.
+        The description. Its value is a copy only where the tensor, or this rank's shard of it, isn't dense,
+        row-major, plain and in CPU memory.
 
     Raises:
         InvalidInputError: The value would not come back equal. The message has name, type and reason.
@@ -130,7 +134,8 @@ def describe(name: str, value: Any) -> Described:
         >>> described.dtype, described.shape, described.value.tolist()
         ('int16', (2,), [1, 4])
     """
-    return _describe_dense(name, value) or describe_other(name, value)
+    dense = None if is_sharded(value) else _describe_dense(name, value)
+    return dense or describe_other(name, value)
 
 
 def describe_other(
@@ -152,7 +157,8 @@ def describe_other(
     torch = loaded("torch")
     try:
         if torch is not None and isinstance(value, torch.Tensor):
-            return _describe_any(name, value, bring)
+            shard = shard_of(value)
+            return _describe_any(name, value, bring) if shard is None else _describe_shard(name, shard, bring)
         return _describe_array(name, value)
     except UnsavableError as error:
         raise error.at(name, value) from None
@@ -177,7 +183,8 @@ def find_ties(described: Iterable[Described]) -> dict[str, str]:
     ties = {}
     for one in described:
         if one.identity is not None:
-            first = first_names.setdefault((one.identity, one.dtype, one.shape), one.name)
+            region = one.region and (*one.region[0], *one.region[1])
+            first = first_names.setdefault((one.identity, one.dtype, one.shape, region), one.name)
             if first is not one.name:
                 ties[one.name] = first
     return ties
@@ -345,6 +352,22 @@ def _describe_any(
     return described._replace(identity=_identity(value), source=value, is_kept=brought is not None)
 
 
+def _describe_shard(
+    name: str, shard: Shard, bring: Callable[[torch.Tensor], torch.Tensor | None] | None
+) -> Described:
+    """Describes what this rank holds of a sharded tensor."""
+    described = _describe_dense(name, shard.local) or _describe_any(name, shard.local, bring)
+    identity = described.identity
+    if identity is None and 0 not in shard.shape:
+        # An empty shard has no memory. That it is tied shows in the storage it is a part of.
+        storage = shard.local.untyped_storage()
+        identity = storage._cdata, f"empty at {shard.local.storage_offset()}"  # noqa: SLF001 - no public way
+    offsets, lengths = shard.region
+    return described._replace(
+        shape=shard.shape, identity=identity, source=shard.local, region=(list(offsets), list(lengths))
+    )
+
+
 def _dense_complex_half(value: torch.Tensor) -> torch.Tensor:
     """Copies a complex32 tensor by its halves: making one directly warns that operators are missing."""
     import torch
@@ -410,11 +433,6 @@ def _refuse_type(value: torch.Tensor) -> None:
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return
-    if kind.__module__.startswith("torch.distributed.") and kind.__name__ == "DTensor":
-        raise UnsavableError(
-            "tensors sharded over ranks are not supported yet",
-            "save `.full_tensor()` of it, from one rank",
-        )
     if torch.nn.parameter.is_lazy(value):
         raise UnsavableError("it has no shape before the first forward pass", "run one batch before the save")
     if kind.__module__.startswith("torch._subclasses."):

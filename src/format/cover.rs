@@ -13,19 +13,28 @@ use super::model::Shard;
 
 /// What [`check_cover`] found.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Cover {
+pub enum Cover {
     /// Each element lies in exactly one shard.
     Exact,
     /// The first element, in lexicographic order, that lies in another number of shards than one.
-    Wrong { element: Vec<u64>, shard_count: i64 },
+    Wrong {
+        /// Index in each dimension.
+        element: Vec<u64>,
+        /// Number of shards it lies in.
+        shard_count: i64,
+    },
     /// The shards cut more dimensions than [`CUT_DIMENSION_LIMIT`].
-    TooManyCutDimensions { cut_dimension_count: usize },
+    TooManyCutDimensions {
+        /// How many they cut.
+        cut_dimension_count: usize,
+    },
 }
 
 /// Counts how often shards cover the elements of a tensor of this shape.
 ///
 /// Every shard must lie inside the shape and have as many dimensions.
-pub(super) fn check_cover(shape: &[u64], shards: &[Shard]) -> Cover {
+#[must_use]
+pub fn check_cover(shape: &[u64], shards: &[Shard]) -> Cover {
     let is_cut = |dimension: usize, length: u64| {
         shards.iter().any(|shard| shard.lengths.get(dimension) != Some(&length))
     };

@@ -84,7 +84,7 @@ pub fn encode_footer(position_bytes: u64, chunks: &[PackChunk], part: Option<&Pa
             check_header(place, &part.header)
                 .and_then(|()| check_part(place, place, part, chunks, pack_name, footer_offset_bytes))
                 .map_err(validate::refuse_to_write)?;
-            two_line::encode(Kind::Part, Some(part.rank), &part.header, &part.body)?
+            two_line::encode(Kind::Part, Some(part.rank), &part.header, &part.body, &part.replicas)?
         }
     };
     let is_coded = chunks.iter().any(|chunk| chunk.codec != Codec::Store);
@@ -218,8 +218,8 @@ fn decode_part(
     let rank = line.rank.ok_or_else(|| place.corrupt("header of the part", "a rank", "none"))?;
     let body_place = place.after(line.length_bytes);
     let stored = bytes.get(line.length_bytes as usize..).unwrap_or_default();
-    let body = two_line::decode_body(body_place, &line.body, stored)?;
-    let part = Part { rank, header: line.header, body };
+    let (body, replicas) = two_line::decode_body(body_place, Kind::Part, &line.body, stored)?;
+    let part = Part { rank, header: line.header, body, replicas };
     let pack_name = place.object.rsplit('/').next().unwrap_or(place.object);
     check_part(place, body_place, &part, chunks, pack_name, footer_offset_bytes)?;
     Ok(part)
@@ -234,10 +234,11 @@ fn check_part(
     pack_name: &str,
     footer_offset_bytes: u64,
 ) -> Result<()> {
-    let Part { rank, header, body } = part;
+    let Part { rank, header, body, replicas } = part;
     check_own_name(header_place, *rank, header, pack_name)?;
     let scope = Scope::Part { rank: *rank, pack_name, footer_offset_bytes };
     validate::check(header_place, body_place, header, body, scope)?;
+    validate::check_replicas(body_place, replicas)?;
     check_own_chunks(body_place, body, chunks)
 }
 

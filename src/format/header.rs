@@ -260,7 +260,7 @@ fn json_depth(text: &str) -> usize {
 }
 
 /// A float as JSON: a number, or one of the strings `nan`, `inf`, `-inf`.
-struct Metric(f64);
+pub(super) struct Metric(pub(super) f64);
 
 impl Serialize for Metric {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -292,7 +292,8 @@ impl<'de> Deserialize<'de> for Metric {
 }
 
 /// A map that refuses a key given twice.
-struct UniqueMap<V>(BTreeMap<String, V>);
+#[derive(Serialize)]
+pub(super) struct UniqueMap<V>(pub(super) BTreeMap<String, V>);
 
 impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

@@ -28,11 +28,17 @@ pub const SMALL_OBJECT_LIMIT_BYTES: u64 = 4 << 10;
 /// Longest receipt, with its line break.
 pub const RECEIPT_LIMIT_BYTES: u64 = 64 << 10;
 
+/// Longest ticket of a session, with its line break.
+pub const TICKET_LIMIT_BYTES: u64 = 1 << 20;
+
 /// Longest name of an entry, in bytes of UTF-8.
 pub const ENTRY_NAME_LIMIT_BYTES: usize = 65_536;
 
 /// Most entries of a manifest.
 pub const ENTRY_COUNT_LIMIT: usize = 4_000_000;
+
+/// Most replicas that a part tells of.
+pub const REPLICA_COUNT_LIMIT: usize = ENTRY_COUNT_LIMIT;
 
 /// Most dimensions of a tensor.
 pub const DIMENSION_COUNT_LIMIT: usize = 64;

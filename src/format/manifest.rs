@@ -7,6 +7,7 @@ use crate::error::Result;
 
 use super::model::{Body, Header, Manifest};
 use super::place::Place;
+use super::state_digest::state_digest;
 use super::two_line::{self, Kind};
 use super::validate::{self, Scope};
 
@@ -30,7 +31,15 @@ pub struct HeaderLine {
 /// [`Error::InvalidInput`](crate::error::Error::InvalidInput) that names the field or entry that no reader would accept.
 pub fn encode(header: &Header, body: &Body) -> Result<Vec<u8>> {
     validate("", header, body).map_err(validate::refuse_to_write)?;
-    two_line::encode(Kind::Manifest, None, header, body)
+    encode_completed(header, body)
+}
+
+/// As [`encode`], of what [`complete`] has checked already: of many ranks a second look takes as long as all else.
+///
+/// # Errors
+/// As [`encode`], where it does not fit into an object.
+pub fn encode_completed(header: &Header, body: &Body) -> Result<Vec<u8>> {
+    two_line::encode(Kind::Manifest, None, header, body, &[])
 }
 
 /// Reads the first line of the manifest `object` from its first bytes; `None` where they end before the
@@ -60,9 +69,22 @@ pub fn decode(object: &str, bytes: &[u8]) -> Result<Manifest> {
     })?;
     let body_place = place.after(line.line_length_bytes);
     let stored = bytes.get(line.line_length_bytes as usize..).unwrap_or_default();
-    let body = two_line::decode_body(body_place, &line.body, stored)?;
+    let (body, _) = two_line::decode_body(body_place, Kind::Manifest, &line.body, stored)?;
     validate::check(place, body_place, &line.header, &body, Scope::Snapshot)?;
     Ok(Manifest { header: line.header, body })
+}
+
+/// Completes the header of a body that was made here: `raw_bytes`, `self_contained` and the state digest; and
+/// checks both against all other rules.
+///
+/// # Errors
+/// As [`validate`].
+pub fn complete(object: &str, header: &mut Header, body: &Body) -> Result<()> {
+    let place = Place::new(object, 0);
+    let sums = validate::check_body(place, header, body, Scope::Snapshot)?;
+    (header.raw_bytes, header.self_contained) = (sums.raw_bytes, sums.self_contained);
+    header.state_digest = state_digest(body);
+    super::header::check_header(place, header)
 }
 
 /// Checks a header and a body against all rules of a manifest (FORMAT.md, section "Rules of a manifest").

@@ -1,9 +1,9 @@
-//! Bytes to structs and back: packs, parts, manifests, the marker, tags and receipts.
+//! Bytes to structs and back: packs, parts, manifests, the marker, tags, receipts and tickets.
 //!
 //! No I/O, no clock, no panic whatever the bytes; what is allocated is bounded by a constant times the
 //! input (FORMAT.md, section "Limits"). The layout stands in FORMAT.md and nowhere else.
 //!
-//! `manifest`, `pack`, `marker`, `tag` and `receipt` are one object each. What two of them share lies in
+//! `manifest`, `pack`, `marker`, `tag` and `receipt` are one object each; a `ticket` is a text. What two of them share lies in
 //! `two_line` (manifest and part), `sealed_line` (every JSON line with a digest of itself), `header`,
 //! `chunk_ref`, `validate` with `cover`, `versions`, and `place`, which knows where in an object a
 //! decoder stands.
@@ -13,7 +13,7 @@
 mod chunk_ref;
 mod chunk_table;
 mod compression;
-mod cover;
+pub mod cover;
 mod fields;
 mod footer;
 mod header;
@@ -28,6 +28,7 @@ pub mod receipt;
 mod sealed_line;
 pub mod state_digest;
 pub mod tag;
+pub mod ticket;
 mod two_line;
 mod validate;
 pub mod versions;

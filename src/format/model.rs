@@ -310,4 +310,23 @@ pub struct Part {
     pub header: Header,
     /// This rank's entries. Pack 0 is the pack that carries the part.
     pub body: Body,
+    /// What this rank holds, another one may write, and all must agree on: ascending by (name, offsets).
+    pub replicas: Vec<Replica>,
+}
+
+/// A region of an entry with a global meaning that a rank holds, and what its bytes are. Stands in parts only.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Replica {
+    /// Name of the entry.
+    pub name: String,
+    /// Element type of the caller's tensor.
+    pub dtype: Dtype,
+    /// Global shape, in elements.
+    pub shape: Vec<u64>,
+    /// First index in each dimension.
+    pub offsets: Vec<u64>,
+    /// Number of indices in each dimension; none is 0.
+    pub lengths: Vec<u64>,
+    /// [`ChunkDigest::of_digests`] of the region's row-major bytes in `dtype`, cut every `chunk_bytes`.
+    pub digest: ChunkDigest,
 }

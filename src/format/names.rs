@@ -6,6 +6,9 @@
 /// Name of the marker in the root.
 pub const MARKER_NAME: &str = "varvite.json";
 
+/// What stands in a tombstone; it has no meaning.
+pub const TOMBSTONE_CONTENT: &[u8] = b"deleted\n";
+
 const MANIFEST_SUFFIX: &str = ".json";
 const PACK_SUFFIX: &str = ".pack";
 const TOMBSTONE_SUFFIX: &str = ".deleted";

@@ -6,6 +6,9 @@
 
 use std::borrow::Cow;
 
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
 use crate::digest::xxh3_128;
 
 use crate::error::{Error, Result};
@@ -13,7 +16,7 @@ use crate::error::{Error, Result};
 use super::compression::{check_expansion, compress, expand};
 use super::header::{DecodedHeader, EncodedHeader};
 use super::limits::{BODY_LIMIT_BYTES, HEADER_LINE_LIMIT_BYTES};
-use super::model::{Body, Header};
+use super::model::{Body, Entry, Header, PackRecord, RankStructure, Replica};
 use super::place::Place;
 use super::sealed_line;
 use super::versions::{reader_flags_of, require_readable_line};
@@ -82,8 +85,47 @@ pub(super) struct Line {
     pub(super) body: BodyLocation,
 }
 
-pub(super) fn encode(kind: Kind, rank: Option<u32>, header: &Header, body: &Body) -> Result<Vec<u8>> {
-    let raw = serde_json::to_vec(body)
+/// A body as it is written: a part's has a field more.
+#[derive(Serialize)]
+struct EncodedBody<'a> {
+    chunk_bytes: u64,
+    packs: &'a [PackRecord],
+    entries: &'a [Entry],
+    structure: &'a RawValue,
+    rank_structures: &'a [RankStructure],
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    replicas: &'a [Replica],
+}
+
+/// A body as it is read.
+#[derive(Deserialize)]
+struct DecodedBody {
+    chunk_bytes: u64,
+    packs: Vec<PackRecord>,
+    entries: Vec<Entry>,
+    structure: Box<RawValue>,
+    rank_structures: Vec<RankStructure>,
+    #[serde(default)]
+    replicas: Vec<Replica>,
+}
+
+/// Bytes of a manifest, or of a part, which alone has a rank and replicas.
+pub(super) fn encode(
+    kind: Kind,
+    rank: Option<u32>,
+    header: &Header,
+    body: &Body,
+    replicas: &[Replica],
+) -> Result<Vec<u8>> {
+    let fields = EncodedBody {
+        chunk_bytes: body.chunk_bytes,
+        packs: &body.packs,
+        entries: &body.entries,
+        structure: &body.structure,
+        rank_structures: &body.rank_structures,
+        replicas,
+    };
+    let raw = serde_json::to_vec(&fields)
         .map_err(|error| Error::Internal { what: format!("a body is not JSON: {error}") })?;
     let raw_length_bytes = raw.len() as u64;
     if raw_length_bytes > BODY_LIMIT_BYTES {
@@ -171,8 +213,13 @@ fn check_location(place: Place<'_>, body: &BodyLocation) -> Result<()> {
     }
 }
 
-/// Reads the body, which is all of `stored`; `place` is where it starts.
-pub(super) fn decode_body(place: Place<'_>, location: &BodyLocation, stored: &[u8]) -> Result<Body> {
+/// Reads the body, which is all of `stored`, and the replicas of a part; `place` is where it starts.
+pub(super) fn decode_body(
+    place: Place<'_>,
+    kind: Kind,
+    location: &BodyLocation,
+    stored: &[u8],
+) -> Result<(Body, Vec<Replica>)> {
     if stored.len() as u64 != location.length_bytes {
         let expected = format!("{} bytes to the end", location.length_bytes);
         return Err(place.corrupt("length of the body", expected, format!("{} bytes", stored.len())));
@@ -190,9 +237,14 @@ pub(super) fn decode_body(place: Place<'_>, location: &BodyLocation, stored: &[u
         BodyEncoding::Zstd => Cow::Owned(expand(place, "body", stored, location.raw_length_bytes)?),
     };
     let text = str::from_utf8(&raw).map_err(|error| place.corrupt("text of the body", "UTF-8", error))?;
-    serde_json::from_str(text).map_err(|error| match location.encoding {
+    let decoded: DecodedBody = serde_json::from_str(text).map_err(|error| match location.encoding {
         BodyEncoding::Json => place.not_json("body", &error),
         // A column of the expanded text is no offset in the object.
         BodyEncoding::Zstd => place.corrupt("body", "JSON as FORMAT.md describes it", error),
-    })
+    })?;
+    let DecodedBody { chunk_bytes, packs, entries, structure, rank_structures, replicas } = decoded;
+    if kind == Kind::Manifest && !replicas.is_empty() {
+        return Err(place.corrupt("replicas", "none, as only parts have some", replicas.len()));
+    }
+    Ok((Body { chunk_bytes, packs, entries, structure, rank_structures }, replicas))
 }

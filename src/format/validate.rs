@@ -16,6 +16,10 @@ use super::pack::{HEADER_LENGTH_BYTES, SMALLEST_PACK_LENGTH_BYTES};
 use super::place::Place;
 use super::state_digest::state_digest;
 
+mod replicas;
+
+pub(super) use replicas::check_replicas;
+
 /// Longest name shown whole in a message.
 const SHOWN_NAME_LENGTH: usize = 200;
 
@@ -36,7 +40,24 @@ pub(super) fn check(
     body: &Body,
     scope: Scope<'_>,
 ) -> Result<()> {
-    let place = body_place;
+    let found = check_body(body_place, header, body, scope)?;
+    // A part is one rank's share: what the snapshot adds up to is known when all parts are.
+    match scope {
+        Scope::Part { .. } => Ok(()),
+        Scope::Snapshot => check_claims(header_place, header, body, found.raw_bytes, found.self_contained),
+    }
+}
+
+/// What the entries of a body add up to.
+pub(super) struct Sums {
+    /// Raw bytes of all shards but those of ties.
+    pub(super) raw_bytes: u64,
+    /// True where every chunk lies in a pack of the header's seq.
+    pub(super) self_contained: bool,
+}
+
+/// Checks all rules that need the body, but for what the header claims of it.
+pub(super) fn check_body(place: Place<'_>, header: &Header, body: &Body, scope: Scope<'_>) -> Result<Sums> {
     if !limits::is_legal_chunk_bytes(body.chunk_bytes) {
         let range = limits::CHUNK_BYTES_RANGE;
         let expected = format!("a power of two from {} to {}", range.start(), range.end());
@@ -46,11 +67,7 @@ pub(super) fn check(
     let packs = check_packs(place, body, scope)?;
     let mut rules = EntryRules { place, header, body, scope, packs, raw_bytes: 0, self_contained: true };
     rules.check_entries()?;
-    // A part is one rank's share: what the snapshot adds up to is known when all parts are.
-    match scope {
-        Scope::Part { .. } => Ok(()),
-        Scope::Snapshot => check_claims(header_place, header, body, rules.raw_bytes, rules.self_contained),
-    }
+    Ok(Sums { raw_bytes: rules.raw_bytes, self_contained: rules.self_contained })
 }
 
 /// Checks what the header says of the body.
@@ -336,14 +353,7 @@ impl EntryRules<'_> {
 
     /// Length of a shard's raw bytes.
     fn check_region(&self, entry: &Entry, shard: &Shard) -> Result<u64> {
-        let dimension_count = entry.shape.len();
-        let fits = shard.offsets.len() == dimension_count
-            && shard.lengths.len() == dimension_count
-            && entry.shape.iter().zip(&shard.offsets).zip(&shard.lengths).all(
-                |((&size, &offset), &length)| {
-                    length > 0 && offset.checked_add(length).is_some_and(|end| end <= size)
-                },
-            );
+        let fits = region_fits(&entry.shape, &shard.offsets, &shard.lengths);
         // A region inside an addressable shape is addressable.
         raw_length_bytes(&shard.lengths, entry.stored_dtype).filter(|_| fits).ok_or_else(|| {
             let expected = format!("a region with elements inside the shape {:?}", entry.shape);
@@ -484,6 +494,15 @@ impl EntryRules<'_> {
         let expected = "an entry of the same dtype, shape and shards";
         Err(self.place.corrupt(of("tie", entry), expected, shown(target_name)))
     }
+}
+
+/// True for a region with elements that lies inside of a shape.
+fn region_fits(shape: &[u64], offsets: &[u64], lengths: &[u64]) -> bool {
+    offsets.len() == shape.len()
+        && lengths.len() == shape.len()
+        && shape.iter().zip(offsets).zip(lengths).all(|((&size, &offset), &length)| {
+            length > 0 && offset.checked_add(length).is_some_and(|end| end <= size)
+        })
 }
 
 /// `what` of an entry, for messages.

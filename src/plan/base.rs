@@ -87,6 +87,19 @@ impl Base {
         })
     }
 
+    /// As [`Base::shard`], where the base has no other shard of the entry: its statistics are the entry's.
+    #[must_use]
+    pub fn sole_shard(
+        &self,
+        key: (&str, Option<u32>),
+        region: &Region,
+        stored_dtype: Dtype,
+        chunk_bytes: u64,
+    ) -> Option<&Shard> {
+        let is_sole = self.entry(key.0, key.1).is_some_and(|entry| entry.shards.len() == 1);
+        self.shard(key, region, stored_dtype, chunk_bytes).filter(|_| is_sole)
+    }
+
     /// True where every chunk of a shard was in an older pack already when the base was saved.
     #[must_use]
     pub fn did_not_change(&self, shard: &Shard) -> bool {

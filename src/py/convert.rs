@@ -5,7 +5,7 @@ use pyo3::types::PyDict;
 
 use crate::catalog;
 use crate::format::model::Header;
-use crate::repository::{MergeReport, SaveReport};
+use crate::repository::{CommitReport, MergeReport, PartReport, SaveReport};
 use crate::retain::Plan;
 use crate::verify::{Finding, Report};
 
@@ -38,6 +38,30 @@ pub(crate) fn report<'py>(py: Python<'py>, report: &SaveReport) -> PyResult<Boun
     dict.set_item("encode_seconds", report.encode_seconds)?;
     dict.set_item("write_seconds", report.write_seconds)?;
     dict.set_item("sync_seconds", report.sync_seconds)?;
+    dict.set_item("commit_seconds", report.commit_seconds)?;
+    dict.set_item("retention_error", report.retention.as_ref().err().map(|error| error.chain()))?;
+    Ok(dict)
+}
+
+/// Facts of a pack that a rank has written.
+pub(crate) fn part<'py>(py: Python<'py>, report: &PartReport) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("rank", report.rank)?;
+    dict.set_item("pack", &report.pack)?;
+    dict.set_item("length_bytes", report.length_bytes)?;
+    dict.set_item("chunk_count", report.chunk_count)?;
+    dict.set_item("reused_chunk_count", report.reused_chunk_count)?;
+    dict.set_item("copy_seconds", report.copy_seconds)?;
+    dict.set_item("encode_seconds", report.encode_seconds)?;
+    dict.set_item("write_seconds", report.write_seconds)?;
+    dict.set_item("sync_seconds", report.sync_seconds)?;
+    Ok(dict)
+}
+
+/// Facts of a snapshot of several ranks that was committed.
+pub(crate) fn commit<'py>(py: Python<'py>, report: &CommitReport) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("header", header(py, &report.header)?)?;
     dict.set_item("commit_seconds", report.commit_seconds)?;
     dict.set_item("retention_error", report.retention.as_ref().err().map(|error| error.chain()))?;
     Ok(dict)

@@ -12,20 +12,21 @@ use serde_json::value::RawValue;
 use crate::compact::MergePolicy;
 use crate::error::{Error, Result};
 use crate::format::receipt::Receipt;
+use crate::format::ticket::Ticket;
 use crate::merger::Merger;
 use crate::plan::Compression;
 use crate::repository::{Access, Options, Repository, SaveRequest};
 use crate::retain::Rule;
 use crate::saver::Job;
-use crate::stage::Later;
 use crate::store::local::{LocalOptions, LocalStore};
 use crate::write::EntryInput;
 
 use super::convert;
 use super::error::raise;
-use super::job::SaveJob;
-use super::later::{LaterMemories, SourceMemory, When};
+use super::job::{Running, SaveJob};
+use super::later::{bytes_of, split_later};
 use super::reader::SnapshotReader;
+use super::session::Part;
 use super::tensors::{Described, SaveTensors};
 use super::wait::interruptible;
 
@@ -38,8 +39,8 @@ type ReceiptRow = (u64, Option<u64>, u64, String);
 /// An open repository.
 #[pyclass(frozen, module = "varvite._native")]
 pub(crate) struct Engine {
-    repository: Repository,
-    merger: Arc<Merger>,
+    pub(super) repository: Repository,
+    pub(super) merger: Arc<Merger>,
 }
 
 #[pymethods]
@@ -65,12 +66,13 @@ impl Engine {
         let open = || -> Result<Repository> {
             let access = match access {
                 "write" => Access::Write,
+                "rank" => Access::Rank,
                 "tag" => Access::Tag,
                 "read" => Access::Read,
                 other => {
                     return Err(Error::invalid(
                         format!("access `{other}`"),
-                        "must be `write`, `tag` or `read`",
+                        "must be `write`, `rank`, `tag` or `read`",
                     ));
                 }
             };
@@ -137,33 +139,16 @@ impl Engine {
         structure: String,
         rank_structure: Option<String>,
     ) -> PyResult<SaveJob> {
-        let Described { entries, memories, sources } = tensors.get().take(py)?;
+        let Described { entries, memories, sources, .. } = tensors.get().take(py)?;
         let texts = Texts { metadata, structure, rank_structure };
         let request = texts.request(step, metrics, entries).map_err(|error| raise(py, &error))?;
-        let is_now = |source: &SourceMemory| matches!(source.when, When::Now | When::NowApart);
-        let mut later = Vec::new();
-        let now: Vec<Option<SourceMemory>> = memories
-            .into_iter()
-            .map(|source| {
-                if is_now(&source) {
-                    Some(source)
-                } else {
-                    later.push(source);
-                    None
-                }
-            })
-            .collect();
-        let keeps_any = later.iter().any(|source| source.when == When::Kept);
-        let arrival = if keeps_any { tensors.get().arrival(py) } else { None };
-        let later = LaterMemories::new(later, arrival);
+        let (now, later) = split_later(py, memories, tensors);
         let started = py.detach(|| {
-            let bytes: Vec<Option<&[u8]>> =
-                now.iter().map(|source| source.as_ref().map(|source| source.memory.bytes())).collect();
-            let later: Option<Box<dyn Later>> = (later.count() > 0).then(|| Box::new(later) as _);
-            Job::start(self.repository.begin_save_later(request, &bytes, later)?, Arc::clone(&self.merger))
+            let session = self.repository.begin_save_later(request, &bytes_of(&now), later)?;
+            Job::start(session, Arc::clone(&self.merger))
         });
         drop(sources);
-        started.map(|job| SaveJob { job }).map_err(|error| raise(py, &error))
+        started.map(|job| SaveJob { job: Running::Save(job) }).map_err(|error| raise(py, &error))
     }
 
     /// Writes and commits straight from the tensors while the caller waits; returns the report.
@@ -179,7 +164,7 @@ impl Engine {
         structure: String,
         rank_structure: Option<String>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let Described { entries, memories, sources } = tensors.get().take(py)?;
+        let Described { entries, memories, sources, .. } = tensors.get().take(py)?;
         let texts = Texts { metadata, structure, rank_structure };
         let request = texts.request(step, metrics, entries).map_err(|error| raise(py, &error))?;
         let cancelled = AtomicBool::new(false);
@@ -192,6 +177,97 @@ impl Engine {
         let report = report?;
         self.merger.notice(true);
         convert::report(py, &report)
+    }
+
+    /// Begins a snapshot of several ranks; returns its ticket, to be handed to each rank.
+    #[pyo3(signature = (step, *, world_size, metrics, metadata))]
+    fn begin_session(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        world_size: u32,
+        metrics: BTreeMap<String, f64>,
+        metadata: String,
+    ) -> PyResult<String> {
+        let begin = || {
+            let metadata = json("metadata", metadata)?;
+            self.repository.begin_session(step, world_size, metrics, metadata)?.encode()
+        };
+        py.detach(begin).map_err(|error| raise(py, &error))
+    }
+
+    /// Copies the tensors of a rank but those marked to be copied later, then writes its pack in the background.
+    #[pyo3(signature = (ticket, rank, tensors, *, structure, rank_structure))]
+    fn save_part(
+        &self,
+        py: Python<'_>,
+        ticket: &str,
+        rank: u32,
+        tensors: &Bound<'_, SaveTensors>,
+        structure: String,
+        rank_structure: Option<String>,
+    ) -> PyResult<SaveJob> {
+        let mut described = tensors.get().take(py)?;
+        let part = Part { ticket, rank, structure, rank_structure };
+        let request = part.request(py, &self.repository, tensors.get(), &mut described)?;
+        let Described { memories, sources, .. } = described;
+        let (now, later) = split_later(py, memories, tensors);
+        let started =
+            py.detach(|| Job::start_part(self.repository.begin_part(request, &bytes_of(&now), later)?));
+        drop(sources);
+        started.map(|job| SaveJob { job: Running::Part(job) }).map_err(|error| raise(py, &error))
+    }
+
+    /// Writes the pack of a rank straight from the tensors while the caller waits; returns the report.
+    #[pyo3(signature = (ticket, rank, tensors, *, structure, rank_structure))]
+    fn write_part<'py>(
+        &self,
+        py: Python<'py>,
+        ticket: &str,
+        rank: u32,
+        tensors: &Bound<'_, SaveTensors>,
+        structure: String,
+        rank_structure: Option<String>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let mut described = tensors.get().take(py)?;
+        let part = Part { ticket, rank, structure, rank_structure };
+        let request = part.request(py, &self.repository, tensors.get(), &mut described)?;
+        let Described { memories, sources, .. } = described;
+        let cancelled = AtomicBool::new(false);
+        let repository = &self.repository;
+        let report = interruptible(py, &cancelled, || {
+            let bytes: Vec<&[u8]> = memories.iter().map(|source| source.memory.bytes()).collect();
+            repository.write_part(request, &bytes, &cancelled)
+        });
+        drop(sources);
+        convert::part(py, &report?)
+    }
+
+    /// Joins the parts of all ranks and publishes the snapshot; without names of packs it looks for them.
+    #[pyo3(signature = (ticket, packs=None))]
+    fn commit_session<'py>(
+        &self,
+        py: Python<'py>,
+        ticket: &str,
+        packs: Option<Vec<String>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let commit = || self.repository.commit_session(&Ticket::decode(ticket)?, packs.as_deref());
+        let report = py.detach(commit).map_err(|error| raise(py, &error))?;
+        self.merger.notice(true);
+        convert::commit(py, &report)
+    }
+
+    /// Ends a session without a snapshot: nothing of it is ever published.
+    fn abort_session(&self, py: Python<'_>, ticket: &str) -> PyResult<()> {
+        let abort = || self.repository.abort_session(&Ticket::decode(ticket)?);
+        py.detach(abort).map_err(|error| raise(py, &error))
+    }
+
+    /// Tells a rank what became of its part.
+    fn settle_part(&self, py: Python<'_>, ticket: &str, rank: u32, committed: bool) -> PyResult<()> {
+        let settle =
+            || Ticket::decode(ticket).map(|ticket| self.repository.settle_part(&ticket, rank, committed));
+        py.detach(settle).map_err(|error| raise(py, &error))
     }
 
     /// Commit numbers, newest first.
@@ -343,9 +419,6 @@ impl Texts {
         metrics: BTreeMap<String, f64>,
         entries: Vec<EntryInput>,
     ) -> Result<SaveRequest> {
-        let json = |what: &str, text: String| {
-            RawValue::from_string(text).map_err(|error| Error::invalid(what, error.to_string()))
-        };
         Ok(SaveRequest {
             step,
             metrics,
@@ -355,4 +428,9 @@ impl Texts {
             rank_structure: self.rank_structure.map(|text| json("rank structure", text)).transpose()?,
         })
     }
+}
+
+/// Reads the JSON text of an argument.
+pub(super) fn json(what: &str, text: String) -> Result<Box<RawValue>> {
+    RawValue::from_string(text).map_err(|error| Error::invalid(what, error.to_string()))
 }

@@ -28,6 +28,14 @@ fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             facts.set_item("found", found)?;
             "Mismatch"
         }
+        Error::Disagreement { name, field, ranks, left, right } => {
+            facts.set_item("name", name)?;
+            facts.set_item("field", field)?;
+            facts.set_item("ranks", [ranks.0, ranks.1])?;
+            facts.set_item("expected", left)?;
+            facts.set_item("found", right)?;
+            "Disagreement"
+        }
         Error::NotARepository { root, reason } => {
             facts.set_item("root", root)?;
             facts.set_item("reason", reason)?;

@@ -7,7 +7,8 @@ use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::saver::{Job, Outcome};
+use crate::repository::PartReport;
+use crate::saver::Job;
 
 use super::convert;
 use super::error::raise;
@@ -16,7 +17,15 @@ use super::wait::POLL;
 /// A save that runs in the background.
 #[pyclass(frozen, module = "varvite._native")]
 pub(crate) struct SaveJob {
-    pub(crate) job: Arc<Job>,
+    pub(crate) job: Running,
+}
+
+/// What runs.
+pub(crate) enum Running {
+    /// The save of a snapshot.
+    Save(Arc<Job>),
+    /// The save of a rank's part of one.
+    Part(Arc<Job<PartReport>>),
 }
 
 #[pymethods]
@@ -24,36 +33,54 @@ impl SaveJob {
     /// True when the save has ended, either way.
     #[getter]
     fn done(&self) -> bool {
-        self.job.outcome().is_some()
+        match &self.job {
+            Running::Save(job) => job.outcome().is_some(),
+            Running::Part(job) => job.outcome().is_some(),
+        }
     }
 
     /// True when it has ended without a snapshot.
     #[getter]
     fn failed(&self) -> bool {
-        matches!(self.job.outcome(), Some(Err(_)))
+        match &self.job {
+            Running::Save(job) => matches!(job.outcome(), Some(Err(_))),
+            Running::Part(job) => matches!(job.outcome(), Some(Err(_))),
+        }
     }
 
     /// Waits for the end; returns the report or raises the failure. A timeout in seconds that passes is
     /// a `TimeoutError`, and the save goes on.
     #[pyo3(signature = (timeout=None))]
     fn wait<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Bound<'py, PyDict>> {
-        match wait_for(py, timeout, |limit| self.job.wait(limit))? {
-            Some(outcome) => outcome_to_python(py, &outcome),
-            None => Err(PyTimeoutError::new_err("the save is still running")),
-        }
+        let ended = match &self.job {
+            Running::Save(job) => wait_for(py, timeout, |limit| job.wait(limit))?.map(|outcome| {
+                outcome.map_or_else(|error| Err(raise(py, &error)), |report| convert::report(py, &report))
+            }),
+            Running::Part(job) => wait_for(py, timeout, |limit| job.wait(limit))?.map(|outcome| {
+                outcome.map_or_else(|error| Err(raise(py, &error)), |report| convert::part(py, &report))
+            }),
+        };
+        ended.unwrap_or_else(|| Err(PyTimeoutError::new_err("the save is still running")))
     }
 
     /// True when the save reads no memory of the caller any more: all is copied, or the save failed.
     #[getter]
     fn copied(&self) -> bool {
-        self.job.is_copied()
+        match &self.job {
+            Running::Save(job) => job.is_copied(),
+            Running::Part(job) => job.is_copied(),
+        }
     }
 
     /// Waits until all is copied, or the save has failed, which is not raised here. A timeout in seconds
     /// that passes is a `TimeoutError`.
     #[pyo3(signature = (timeout=None))]
     fn wait_copied(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        match wait_for(py, timeout, |limit| self.job.wait_copied(limit).then_some(()))? {
+        let copied = |limit| match &self.job {
+            Running::Save(job) => job.wait_copied(limit),
+            Running::Part(job) => job.wait_copied(limit),
+        };
+        match wait_for(py, timeout, |limit| copied(limit).then_some(()))? {
             Some(()) => Ok(()),
             None => Err(PyTimeoutError::new_err("the save is still copying")),
         }
@@ -61,7 +88,10 @@ impl SaveJob {
 
     /// Asks the save to end without a snapshot.
     fn cancel(&self) {
-        self.job.cancel();
+        match &self.job {
+            Running::Save(job) => job.cancel(),
+            Running::Part(job) => job.cancel(),
+        }
     }
 }
 
@@ -84,12 +114,5 @@ fn wait_for<T: Send>(
             return Ok(None);
         }
         py.check_signals()?;
-    }
-}
-
-fn outcome_to_python<'py>(py: Python<'py>, outcome: &Outcome) -> PyResult<Bound<'py, PyDict>> {
-    match outcome {
-        Ok(report) => convert::report(py, report),
-        Err(error) => Err(raise(py, error)),
     }
 }

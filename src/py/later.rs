@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::stage::Later;
 
 use super::buffer::Memory;
+use super::tensors::SaveTensors;
 
 /// Memory of a source, and when its bytes are taken.
 pub(crate) struct SourceMemory {
@@ -43,7 +44,7 @@ pub(crate) struct LaterMemories {
 }
 
 impl LaterMemories {
-    pub(crate) fn new(sources: Vec<SourceMemory>, arrival: Option<Py<PyAny>>) -> Self {
+    fn new(sources: Vec<SourceMemory>, arrival: Option<Py<PyAny>>) -> Self {
         Self { sources: sources.into_iter().map(Some).collect(), arrival }
     }
 
@@ -118,4 +119,34 @@ impl fmt::Debug for LaterMemories {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.debug_struct("LaterMemories").field("count", &self.sources.len()).finish_non_exhaustive()
     }
+}
+
+/// Parts the memory of a save: what its call takes, by source, and what its thread takes.
+pub(crate) fn split_later(
+    py: Python<'_>,
+    memories: Vec<SourceMemory>,
+    tensors: &Bound<'_, SaveTensors>,
+) -> (Vec<Option<SourceMemory>>, Option<Box<dyn Later>>) {
+    let is_now = |source: &SourceMemory| matches!(source.when, When::Now | When::NowApart);
+    let mut later = Vec::new();
+    let now = memories
+        .into_iter()
+        .map(|source| {
+            if is_now(&source) {
+                Some(source)
+            } else {
+                later.push(source);
+                None
+            }
+        })
+        .collect();
+    let keeps_any = later.iter().any(|source| source.when == When::Kept);
+    let arrival = if keeps_any { tensors.get().arrival(py) } else { None };
+    let later = LaterMemories::new(later, arrival);
+    (now, (later.count() > 0).then(|| Box::new(later) as _))
+}
+
+/// The bytes of what the call of a save takes.
+pub(crate) fn bytes_of(now: &[Option<SourceMemory>]) -> Vec<Option<&[u8]>> {
+    now.iter().map(|source| source.as_ref().map(|source| source.memory.bytes())).collect()
 }

@@ -13,6 +13,7 @@ mod job;
 mod later;
 mod marking;
 mod reader;
+mod session;
 mod tensors;
 mod torch;
 mod wait;
@@ -29,6 +30,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<walk::Walk>()?;
     module.add_class::<watchdog::Watchdog>()?;
     module.add_function(wrap_pyfunction!(tensors::describe_dense, module)?)?;
+    module.add_function(wrap_pyfunction!(session::plan_writers, module)?)?;
     module.add_class::<buffer::MappedPack>()?;
     // Set and not added: they are no names that the stub would have to know.
     #[cfg(feature = "kill-points")]

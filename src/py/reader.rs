@@ -42,6 +42,9 @@ type EntryRow = (
     u64,
 );
 
+/// (offsets, lengths) of a region, in elements.
+type RegionPair = (Vec<u64>, Vec<u64>);
+
 impl SnapshotReader {
     pub(crate) fn new(snapshot: Snapshot) -> Self {
         Self { snapshot, mapped: Mutex::new(BTreeMap::new()) }
@@ -135,8 +138,22 @@ impl SnapshotReader {
             .collect()
     }
 
-    /// Fills each value with the entry of the same position in `indices`; returns verified raw bytes.
-    fn read(&self, py: Python<'_>, indices: Vec<usize>, values: Vec<Bound<'_, PyAny>>) -> PyResult<u64> {
+    /// Regions of an entry's shards: (offsets, lengths), in elements.
+    fn shards(&self, index: usize) -> Vec<(Vec<u64>, Vec<u64>)> {
+        let shards = self.snapshot.manifest().body.entries.get(index).map_or(&[][..], |entry| &entry.shards);
+        shards.iter().map(|shard| (shard.offsets.clone(), shard.lengths.clone())).collect()
+    }
+
+    /// Fills each value with the entry of the same position in `indices`, or with a region of it: (offsets,
+    /// lengths), in elements; returns verified raw bytes.
+    #[pyo3(signature = (indices, values, regions=None))]
+    fn read(
+        &self,
+        py: Python<'_>,
+        indices: Vec<usize>,
+        values: Vec<Bound<'_, PyAny>>,
+        regions: Option<Vec<Option<RegionPair>>>,
+    ) -> PyResult<u64> {
         let entries = &self.snapshot.manifest().body.entries;
         let mut wants = Vec::with_capacity(indices.len());
         let mut memories = Vec::with_capacity(indices.len());
@@ -145,10 +162,16 @@ impl SnapshotReader {
             let entry = entries
                 .get(index)
                 .ok_or_else(|| raise(py, &Error::invalid("entry", "index past the manifest's entries")))?;
-            let expected = raw_length_bytes(&entry.shape, entry.dtype).unwrap_or(0);
+            let region = match regions.as_ref().and_then(|regions| regions.get(target)) {
+                Some(Some((offsets, lengths))) => {
+                    Region { offsets: offsets.clone(), lengths: lengths.clone() }
+                }
+                _ => Region::whole(&entry.shape),
+            };
+            let expected = raw_length_bytes(&region.lengths, entry.dtype).unwrap_or(0);
             memories.push(Memory::of(value, &entry.name, expected, true)?);
             names.push(entry.name.as_str());
-            wants.push(Want { entry: index, region: Region::whole(&entry.shape), target });
+            wants.push(Want { entry: index, region, target });
         }
         let mut targets = Targets::new(memories, &names).map_err(|error| raise(py, &error))?;
         let mut slices = targets.slices();

@@ -1,11 +1,14 @@
 //! The tensors of a save as the engine takes them: described once, tied by memory, kept alive.
 
+use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
-use crate::error::Error;
+use crate::error::{Error, Result};
+use crate::plan::{Holding, encode_holdings};
 use crate::tensor::{Dtype, Region, raw_length_bytes};
 use crate::write::EntryInput;
 
@@ -20,6 +23,10 @@ use super::walk::{Leaf, Walk};
 pub(crate) struct Described {
     pub(crate) entries: Vec<EntryInput>,
     pub(crate) memories: Vec<SourceMemory>,
+    /// What other ranks write: only its digests are told.
+    pub(crate) told: Vec<(EntryInput, SourceMemory)>,
+    /// Names of entries that are written here, cast, and held by other ranks too: their digests are told as well.
+    pub(crate) also_told: HashSet<String>,
     /// The caller's tensors whose bytes were copied. While they live, nothing else gets their memory.
     pub(crate) sources: Vec<Py<PyAny>>,
 }
@@ -97,6 +104,19 @@ impl SaveTensors {
         self.marking(py, |described| described.promise(py, torch, &tensors, least_bytes))
     }
 
+    /// What this rank holds of state that is no rank's own, in the order of the masks of `write_only`.
+    fn holdings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = self.with(py, |described| encode_holdings(&described.holdings()))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    /// Has this rank write some of what `holdings` has described, and only tell the digests of the rest.
+    ///
+    /// One byte for each: 0 tells, 1 writes, 2 writes what others hold too.
+    fn write_only(&self, py: Python<'_>, mask: Vec<u8>) -> PyResult<()> {
+        self.with(py, |described| described.write_only(&mask))?.map_err(|error| raise(py, &error))
+    }
+
     /// Bytes that the save's thread takes, after the call of `save` has returned.
     fn later_bytes(&self, py: Python<'_>) -> PyResult<usize> {
         let is_later = |source: &&SourceMemory| !matches!(source.when, When::Now | When::NowApart);
@@ -151,7 +171,9 @@ fn spent(py: Python<'_>) -> PyErr {
 struct Found {
     name: String,
     dtype: Dtype,
+    /// Of the whole tensor.
     shape: Vec<u64>,
+    region: Region,
     memory: SourceMemory,
     identity: Option<Identity>,
     /// The caller's own, where the memory is that of a copy.
@@ -166,10 +188,18 @@ struct Identity {
     way: String,
 }
 
-/// What `varvite.tensors.Described` is: name, dtype, shape, value, identity, source, and whether the value
-/// is kept.
-type Other<'py> =
-    (String, String, Vec<u64>, Bound<'py, PyAny>, Option<(usize, String)>, Bound<'py, PyAny>, bool);
+/// What `varvite.tensors.Described` is: name, dtype, shape, value, identity, source, whether the value is
+/// kept, and the region that it is of the shape.
+type Other<'py> = (
+    String,
+    String,
+    Vec<u64>,
+    Bound<'py, PyAny>,
+    Option<(usize, String)>,
+    Bound<'py, PyAny>,
+    bool,
+    Option<(Vec<u64>, Vec<u64>)>,
+);
 
 fn default_describer(py: Python<'_>) -> PyResult<Py<PyAny>> {
     let tensors = py.import(intern!(py, "varvite.tensors"))?;
@@ -178,15 +208,24 @@ fn default_describer(py: Python<'_>) -> PyResult<Py<PyAny>> {
 
 fn describe(py: Python<'_>, leaves: Vec<Leaf>, describe_other: &Bound<'_, PyAny>) -> PyResult<Vec<Found>> {
     let torch = Torch::loaded(py)?;
+    let knows_parts = knows_parts(py)?;
     let mut found = Vec::with_capacity(leaves.len());
     for Leaf { name, value } in leaves {
         let value = value.into_bound(py);
-        found.push(match dense(torch, &value)? {
+        // Torch's `CheckpointableTensor` is a plain tensor with attributes: a part of another one.
+        let is_part = knows_parts && value.hasattr(intern!(py, "global_shape"))?;
+        found.push(match if is_part { None } else { dense(torch, &value)? } {
             Some(tensor) => Found::dense(name, tensor),
             None => Found::other(&name, &value, describe_other)?,
         });
     }
     Ok(found)
+}
+
+/// True where tensors may say of themselves that they are parts: the module that defines how was imported.
+fn knows_parts(py: Python<'_>) -> PyResult<bool> {
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    modules.contains(intern!(py, "torch.distributed.checkpoint"))
 }
 
 fn dense(torch: Option<&Torch>, value: &Bound<'_, PyAny>) -> PyResult<Option<DenseTensor>> {
@@ -210,27 +249,42 @@ impl Found {
         let identity =
             (!shape.contains(&0)).then(|| Identity { address: memory.address(), way: String::new() });
         let memory = SourceMemory { memory, when: When::Now };
-        Self { name, dtype, shape, memory, identity, source: None }
+        Self { name, dtype, region: Region::whole(&shape), shape, memory, identity, source: None }
     }
 
     /// Has Python copy or refuse what is no dense tensor.
     fn other(name: &str, value: &Bound<'_, PyAny>, describe: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = value.py();
-        let (name, dtype, shape, copy, identity, source, is_kept): Other<'_> =
+        let (name, dtype, shape, copy, identity, source, is_kept, region): Other<'_> =
             describe.call1((name, value))?.extract()?;
         let dtype = Dtype::parse(&dtype).map_err(|error| raise(py, &error))?;
-        let expected = raw_length_bytes(&shape, dtype).ok_or_else(|| {
-            raise(py, &Error::invalid(format!("tensor `{name}`"), "is larger than 2^63 bytes"))
-        })?;
+        let refuse = |reason: &str| raise(py, &Error::invalid(format!("tensor `{name}`"), reason));
+        let is_part = region.is_some();
+        let region =
+            region.map_or_else(|| Region::whole(&shape), |(offsets, lengths)| Region { offsets, lengths });
+        if !region.fits(&shape) {
+            return Err(refuse("has a shard that does not fit into its shape"));
+        }
+        let too_large = || refuse("is larger than 2^63 bytes");
+        raw_length_bytes(&shape, dtype).ok_or_else(too_large)?;
+        let expected = raw_length_bytes(&region.lengths, dtype).ok_or_else(too_large)?;
         let memory = Memory::of(&copy, &name, expected, false)?;
         let identity = identity.map(|(address, way)| Identity { address, way });
-        let when = if is_kept { When::Kept } else { When::NowApart };
+        // The value of a shard is the caller's own memory where that is dense.
+        let when = match (is_kept, is_part) {
+            (true, _) => When::Kept,
+            (false, true) => When::Now,
+            (false, false) => When::NowApart,
+        };
         let memory = SourceMemory { memory, when };
-        Ok(Self { name, dtype, shape, memory, identity, source: Some(source.unbind()) })
+        Ok(Self { name, dtype, shape, region, memory, identity, source: Some(source.unbind()) })
     }
 
     fn is_tied_to(&self, first: &Self) -> bool {
-        self.identity == first.identity && self.dtype == first.dtype && self.shape == first.shape
+        self.identity == first.identity
+            && self.dtype == first.dtype
+            && self.shape == first.shape
+            && self.region == first.region
     }
 }
 
@@ -271,11 +325,75 @@ impl Described {
                 rank,
                 dtype: one.dtype,
                 stored_dtype: one.dtype,
-                region: Region::whole(&one.shape),
+                region: one.region,
                 shape: one.shape,
                 tied_to,
                 source,
             });
         }
+    }
+}
+
+impl Described {
+    /// What is no rank's own.
+    fn holdings(&self) -> Vec<Holding> {
+        self.entries
+            .iter()
+            .filter(|entry| entry.rank.is_none())
+            .map(|entry| Holding {
+                name: entry.name.clone(),
+                dtype: entry.dtype,
+                stored_dtype: entry.stored_dtype,
+                shape: entry.shape.clone(),
+                region: entry.region.clone(),
+                tied_to: entry.tied_to.clone(),
+            })
+            .collect()
+    }
+
+    fn write_only(&mut self, mask: &[u8]) -> Result<()> {
+        let shared_count = self.entries.iter().filter(|entry| entry.rank.is_none()).count();
+        if mask.len() != shared_count {
+            let what = format!("a mask of {} for {shared_count} tensors", mask.len());
+            return Err(Error::Internal { what });
+        }
+        let mut shares = mask.iter();
+        let entries = std::mem::take(&mut self.entries);
+        let mut memories: Vec<Option<SourceMemory>> =
+            std::mem::take(&mut self.memories).into_iter().map(Some).collect();
+        for mut entry in entries {
+            let share = if entry.rank.is_none() { shares.next().copied().unwrap_or(1) } else { 1 };
+            let memory = entry.source.take().and_then(|source| memories.get_mut(source)?.take());
+            if share == 0 {
+                // A tie is told by what it is tied to.
+                self.told.extend(memory.map(|memory| (entry, memory)));
+                continue;
+            }
+            if share == 2 && entry.stored_dtype != entry.dtype && entry.tied_to.is_none() {
+                self.also_told.insert(entry.name.clone());
+            }
+            if let Some(memory) = memory {
+                entry.source = Some(self.memories.len());
+                self.memories.push(memory);
+            }
+            self.entries.push(entry);
+        }
+        Ok(())
+    }
+
+    /// What is told of tensors that other ranks hold too: with the bytes, row-major in the caller's dtype.
+    pub(crate) fn to_tell(&self) -> Vec<(&EntryInput, &[u8])> {
+        let told = self.told.iter().map(|(entry, source)| (entry, source.memory.bytes()));
+        let also = self.entries.iter().filter(|entry| self.also_told.contains(&entry.name));
+        let bytes = |entry: &EntryInput| Some(self.memories.get(entry.source?)?.memory.bytes());
+        told.chain(also.filter_map(|entry| Some((entry, bytes(entry)?)))).collect()
+    }
+
+    /// True where bytes that are to be told may not have arrived.
+    pub(crate) fn tells_kept(&self) -> bool {
+        let is_kept = |source: &SourceMemory| source.when == When::Kept;
+        let also = self.entries.iter().filter(|entry| self.also_told.contains(&entry.name));
+        self.told.iter().any(|(_, source)| is_kept(source))
+            || also.filter_map(|entry| self.memories.get(entry.source?)).any(is_kept)
     }
 }

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rayon::prelude::*;
 
-use crate::digest::ChunkDigest;
+use crate::digest::{ChunkDigest, xxh3_64};
 use crate::error::Result;
-use crate::format::model::{ChunkRef, Shard};
+use crate::format::model::{ChunkRef, PackRecord, Shard};
+use crate::format::ticket::TicketBase;
 use crate::inflight::Hold;
 use crate::plan::{Base, chunk_ranges};
 use crate::write::{BasePacks, EntryInput};
@@ -17,6 +18,34 @@ use super::Shared;
 
 /// Bytes that are digested before another thread would be awake.
 const FEW_BYTES: usize = 1 << 20;
+
+/// Which snapshot a save may build on.
+#[derive(Clone, Debug)]
+pub(super) enum Ground {
+    /// The one that this handle committed or restored last, else the newest.
+    Newest,
+    /// What a ticket names, for a part of this rank.
+    Ticket { rank: u32, generation: String, base: Option<TicketBase> },
+}
+
+impl Ground {
+    /// As in the ticket; empty without one.
+    pub(super) fn generation(&self) -> String {
+        match self {
+            Self::Newest => String::new(),
+            Self::Ticket { generation, .. } => generation.clone(),
+        }
+    }
+}
+
+/// What a rank may refer to after its part was committed.
+#[derive(Clone, Debug)]
+pub(super) struct PartBase {
+    /// As in the ticket of that part.
+    pub(super) generation: String,
+    /// The chunks of its own part.
+    pub(super) base: Arc<Base>,
+}
 
 /// The base of a save, with its packs open and held.
 #[derive(Debug)]
@@ -35,7 +64,7 @@ impl Shared {
             // IMPORTANT: held until the commit is in `state`, which a sweep reads after it has claimed packs.
             let (hold, gone_packs) =
                 self.registry.hold(base.as_ref().map(|base| base.seq), packs.chain([pack_name.to_owned()]));
-            let now = self.base_at_hand();
+            let now = choose();
             // A merge in between has made another base of it, and its packs may be gone already.
             if base.is_none() || base.as_ref().map(Arc::as_ptr) == now.as_ref().map(Arc::as_ptr) {
                 return Foundation {
@@ -119,7 +148,8 @@ impl Shared {
             .filter(|entry| entry.stored_dtype == entry.dtype && !entry.region.lengths.contains(&0))
             .filter_map(|entry| {
                 let key = (entry.name.as_str(), entry.rank);
-                let shard = base.shard(key, &entry.region, entry.stored_dtype, self.options.chunk_bytes)?;
+                let shard =
+                    base.sole_shard(key, &entry.region, entry.stored_dtype, self.options.chunk_bytes)?;
                 Some((entry.source?, shard))
             })
             .filter(|(_, shard)| base.did_not_change(shard))
@@ -132,22 +162,52 @@ impl Shared {
         found.into_iter().filter(|(_, shard)| shard.chunks.iter().all(is_usable)).collect()
     }
 
-    /// The base that needs no look at the store: the snapshot that this handle committed or adopted last.
-    pub(super) fn base_at_hand(&self) -> Option<Arc<Base>> {
-        self.lock_state().base.clone()
+    /// The base that needs no look at the store: what this handle committed or restored last.
+    pub(super) fn base_at_hand(&self, ground: &Ground) -> Option<Arc<Base>> {
+        let state = self.lock_state();
+        match ground {
+            Ground::Newest => state.base.clone(),
+            Ground::Ticket { rank, generation, base } => {
+                let wanted = base.as_ref()?;
+                let own = state
+                    .part_bases
+                    .get(rank)
+                    .filter(|own| own.base.seq == wanted.seq && own.generation == *generation);
+                own.map(|own| &own.base)
+                    .or_else(|| state.base.as_ref().filter(|base| is_that_of(base, wanted)))
+                    .cloned()
+            }
+        }
     }
 
-    /// The snapshot whose chunks the next save may refer to: the one at hand, else the newest readable one,
+    /// The snapshot whose chunks the save may refer to: the one at hand, else one that is read from the store,
     /// whose chunks are verified before they are referred to.
-    pub(super) fn base_for_save(&self) -> Option<Arc<Base>> {
-        let newest = self.lock_state().listing.seqs.last().copied();
-        self.base_at_hand().or_else(|| {
-            let newest = newest?;
-            // A damaged newest snapshot only means that this save writes everything.
-            let manifest = self.manifest(newest).ok()?;
-            let base = Arc::new(Base::new(newest, manifest.body, false));
-            self.lock_state().base = Some(Arc::clone(&base));
-            Some(base)
+    pub(super) fn base_for_save(&self, ground: &Ground) -> Option<Arc<Base>> {
+        self.base_at_hand(ground).or_else(|| {
+            let wanted = match ground {
+                Ground::Newest => self.lock_state().listing.seqs.last().copied()?,
+                Ground::Ticket { base, .. } => base.as_ref()?.seq,
+            };
+            // A damaged or unseen snapshot only means that this save writes everything.
+            let manifest = self.manifest(wanted).ok()?;
+            let read = Arc::new(Base::new(wanted, manifest.body, false));
+            if let Ground::Ticket { base: Some(wanted), .. } = ground
+                && !is_that_of(&read, wanted)
+            {
+                return None;
+            }
+            self.lock_state().base = Some(Arc::clone(&read));
+            Some(read)
         })
     }
+}
+
+fn is_that_of(base: &Base, wanted: &TicketBase) -> bool {
+    base.seq == wanted.seq && pack_table_digest(&base.packs) == wanted.pack_table
+}
+
+/// Digest of a pack table, as tickets have it.
+pub(super) fn pack_table_digest(packs: &[PackRecord]) -> String {
+    let names: String = packs.iter().flat_map(|record| [record.name.as_str(), "\n"]).collect();
+    format!("{:016x}", xxh3_64(names.as_bytes()))
 }

@@ -165,12 +165,12 @@ impl Shared {
     }
 
     fn try_remove(&self, seqs: &[u64]) -> Result<u64> {
-        let mut listing = {
+        let (mut listing, open) = {
             let state = self.refreshed()?;
             if seqs.is_empty() && !state.stale_packs {
                 return Ok(0);
             }
-            state.listing.clone()
+            (state.listing.clone(), state.open_seqs())
         };
         {
             // IMPORTANT: a merge that replaced one of these manifests meanwhile would bring it back.
@@ -190,7 +190,7 @@ impl Shared {
             state.stale_packs = false;
         }
         let before = listing.tombstones.clone();
-        let swept = sweep::delete_packs(&self.store, &self.registry, &mut listing, || {
+        let swept = sweep::delete_packs(&self.store, &self.registry, &mut listing, &open, || {
             // A manifest that a merge could not replace surely is made durable first, whichever it is.
             drop(self.refreshed()?);
             Ok(self
@@ -206,6 +206,19 @@ impl Shared {
         Ok(swept.freed_bytes)
     }
 
+    /// Pack table of one snapshot.
+    ///
+    /// # Errors
+    /// As [`Shared::load_pack_tables`].
+    pub(super) fn pack_table(&self, seq: u64) -> Result<Arc<Vec<PackRecord>>> {
+        if let Some(known) = self.lock_state().pack_tables.get(&seq) {
+            return Ok(Arc::clone(known));
+        }
+        let table = Arc::new(self.manifest(seq)?.body.packs);
+        // What is known by now is newer: the table of a manifest that a merge has replaced since.
+        Ok(Arc::clone(self.lock_state().pack_tables.entry(seq).or_insert(table)))
+    }
+
     /// Pack tables of every snapshot; each manifest is read at most once by this handle.
     ///
     /// # Errors
@@ -219,10 +232,7 @@ impl Shared {
         tables.retain(|seq, _| seqs.contains(seq));
         for seq in seqs {
             if let Entry::Vacant(slot) = tables.entry(seq) {
-                let table = Arc::new(self.manifest(seq)?.body.packs);
-                // What is known by now is newer: the table of a manifest that a merge has replaced since.
-                let mut state = self.lock_state();
-                slot.insert(Arc::clone(state.pack_tables.entry(seq).or_insert(table)));
+                slot.insert(self.pack_table(seq)?);
             }
         }
         Ok(tables)

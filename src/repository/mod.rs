@@ -3,7 +3,7 @@
 //! The only place of the engine with a clock and with randomness. A [`Repository`] is cheap to clone and
 //! safe to use from many threads; one process at a time holds it for writing.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -27,26 +27,34 @@ mod header;
 mod keeping;
 mod merging;
 mod open;
+mod parts;
 mod receipts;
 mod save;
 mod scrub;
+mod session;
 mod snapshot;
 
 pub use merging::MergeReport;
+pub use parts::{CommitReport, PartReport, PartRequest, PartSession};
 pub use receipts::Receipts;
-pub use save::{SaveReport, SaveRequest, SaveSession};
+pub use save::{SaveReport, SaveRequest};
+pub use session::SaveSession;
 pub use snapshot::Snapshot;
 
-use chance::holder;
+use chance::{holder, random_u128};
+use foundation::PartBase;
 use header::{check_seq, read_header};
 use merging::Merging;
 use open::{check_options, open_marker, refuse_foreign};
+use parts::{KeptPart, OpenSession};
 
 /// What a handle may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Save, prune, delete; takes the writer lock.
     Write,
+    /// Write packs of sessions that a coordinator has begun, and read. Needs no lock: a pack is nobody else's.
+    Rank,
     /// Only add and remove tags: needs no lock, so that a person can pin beside a running job.
     Tag,
     /// Change nothing, not even leftovers of a crash.
@@ -118,6 +126,8 @@ struct Shared {
     replacing: Mutex<()>,
     /// The handle is being closed: a merge that runs ends.
     closing: AtomicBool,
+    /// Tells this handle from others that have the repository open, now or later.
+    nonce: u64,
     /// Process that opened it: a forked child must not write.
     process: u32,
 }
@@ -129,6 +139,12 @@ struct State {
     headers: HashMap<u64, Arc<Header>>,
     pack_tables: HashMap<u64, Arc<Vec<PackRecord>>>,
     base: Option<Arc<Base>>,
+    /// By rank: its own part of the snapshot of several ranks that was committed last.
+    part_bases: HashMap<u32, PartBase>,
+    /// Parts written by this handle whose session goes on, by session id and rank.
+    parts: HashMap<(String, u32), KeptPart>,
+    /// Sessions of several ranks that this handle has begun, by id.
+    sessions: HashMap<String, OpenSession>,
     /// The snapshot this run is at: parent of the next save.
     current: Option<u64>,
     resumed_from: Option<u64>,
@@ -150,6 +166,11 @@ struct Experience {
 }
 
 impl State {
+    /// Numbers of the sessions of several ranks that go on.
+    fn open_seqs(&self) -> BTreeSet<u64> {
+        self.sessions.values().map(OpenSession::seq).collect()
+    }
+
     /// Notes a failure after which only the store knows what there is.
     fn doubt(&mut self) {
         self.stale_packs = true;
@@ -177,16 +198,19 @@ impl Repository {
         check_options(&options)?;
         let root = store.root();
         let mut lock = None;
-        if options.access == Access::Write {
+        let makes_it = matches!(options.access, Access::Write | Access::Rank);
+        if makes_it {
             refuse_foreign(store.as_ref())?;
             store.create_folders()?;
+        }
+        if options.access == Access::Write {
             lock = Some(store.lock(&holder())?);
         }
         let mut listing = match options.access {
             Access::Write => Listing::settled(store.as_ref())?,
-            Access::Tag | Access::Read => Listing::read(store.as_ref())?,
+            Access::Rank | Access::Tag | Access::Read => Listing::read(store.as_ref())?,
         };
-        let marker = open_marker(&store, &listing, options.access == Access::Write)?;
+        let marker = open_marker(&store, &listing, makes_it)?;
         let recovered = if options.access == Access::Write {
             recover::recover(&store, &mut listing)?
         } else {
@@ -209,6 +233,7 @@ impl Repository {
                 merging: Mutex::default(),
                 replacing: Mutex::default(),
                 closing: AtomicBool::new(false),
+                nonce: random_u128() as u64,
                 process: std::process::id(),
             }),
         })
@@ -372,8 +397,15 @@ impl Shared {
 
     fn must_write(&self, what: &str) -> Result<()> {
         self.same_process(what)?;
-        if self.options.access != Access::Write {
-            return Err(Error::invalid(what, "the repository was opened read-only"));
+        match self.options.access {
+            Access::Write => {}
+            Access::Rank => {
+                let reason = format!("this is rank {}; only the coordinator does that", self.options.rank);
+                return Err(Error::invalid(what, reason));
+            }
+            Access::Tag | Access::Read => {
+                return Err(Error::invalid(what, "the repository was opened read-only"));
+            }
         }
         if self.lock.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
             return Err(Error::invalid(what, "the repository is closed"));

@@ -13,7 +13,7 @@ use std::time::Instant;
 use crate::batch::split_batch;
 use crate::codec::Effort;
 use crate::error::{Error, Result};
-use crate::format::model::{ChunkRef, Header, PackRecord, RankStructure};
+use crate::format::model::{ChunkRef, Header, PackRecord, RankStructure, Replica};
 use crate::format::pack::{self, PackHeader, PackKind};
 use crate::kill;
 use crate::plan::{Base, WrittenPart, chunk_ranges};
@@ -100,6 +100,8 @@ pub struct WriteJob {
     pub chunk_bytes: u64,
     /// The tensors.
     pub entries: Vec<EntryInput>,
+    /// Regions that this rank holds and others write.
+    pub replicas: Vec<Replica>,
     /// Typed tree of the state.
     pub structure: Box<serde_json::value::RawValue>,
     /// Typed trees of rank-local state.

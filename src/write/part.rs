@@ -75,7 +75,7 @@ pub(super) fn make_part(
         structure: job.structure,
         rank_structures: job.rank_structures,
     };
-    Ok(Part { rank: job.rank, header: job.header, body })
+    Ok(Part { rank: job.rank, header: job.header, body, replicas: job.replicas })
 }
 
 fn count(entry: &mut Entry, found: Statistics) {

@@ -121,7 +121,7 @@ impl Save {
         }
         let chunks: Vec<PackChunk> = self.own.iter().map(|(_, chunk)| *chunk).collect();
         let body = self.body_with_own_length(0);
-        let part = Part { rank: 0, header: header_of(&body, self.seq, 0), body };
+        let part = Part { rank: 0, header: header_of(&body, self.seq, 0), body, replicas: Vec::new() };
         let footer = pack::encode_footer(bytes.len() as u64, &chunks, Some(&part)).unwrap();
         bytes.extend_from_slice(&footer);
         bytes
@@ -186,12 +186,12 @@ fn chunk(name: &str, offset_bytes: u64) -> PackChunk {
     }
 }
 
-fn reference(pack: u32, chunk: PackChunk) -> ChunkRef {
+pub(crate) fn reference(pack: u32, chunk: PackChunk) -> ChunkRef {
     let PackChunk { offset_bytes, stored_length_bytes, codec, digest, .. } = chunk;
     ChunkRef { pack, offset_bytes, stored_length_bytes, codec, digest, base: None }
 }
 
-fn entry(name: &str, dtype: Dtype, shape: &[u64], chunk: ChunkRef) -> Entry {
+pub(crate) fn entry(name: &str, dtype: Dtype, shape: &[u64], chunk: ChunkRef) -> Entry {
     Entry {
         name: name.to_owned(),
         rank: None,
@@ -221,7 +221,7 @@ fn compressed_body(base: &Save) -> Body {
     Body { chunk_bytes: 4_096, packs, entries, structure: json("null"), rank_structures: vec![] }
 }
 
-fn header_of(body: &Body, seq: u64, stored_bytes: u64) -> Header {
+pub(crate) fn header_of(body: &Body, seq: u64, stored_bytes: u64) -> Header {
     let raw_bytes = body
         .entries
         .iter()
@@ -248,7 +248,7 @@ fn header_of(body: &Body, seq: u64, stored_bytes: u64) -> Header {
     }
 }
 
-fn json(text: &str) -> Box<RawValue> {
+pub(crate) fn json(text: &str) -> Box<RawValue> {
     RawValue::from_string(text.to_owned()).unwrap()
 }
 

@@ -38,13 +38,31 @@ CONSTRUCTOR = {
     "on_error": "raise",
 }
 
-SAVE = ["step!", "state!=None", "*metrics=None", "*metadata=None", "*rng=True", "**objects"]
+SAVE = [
+    "step!",
+    "state!=None",
+    "*metrics=None",
+    "*metadata=None",
+    "*rng=True",
+    "*rank_local=()",
+    "**objects",
+]
 
 METHODS = {
     "save": SAVE,
     "save_sync": SAVE,
     "save_final": SAVE,
-    "resume": ["ref='latest'", "*strict=True", "*require=False", "*override=None", "**objects"],
+    "resume": [
+        "ref='latest'",
+        "*strict=True",
+        "*require=False",
+        "*override=None",
+        "*rank_local='derive'",
+        "**objects",
+    ],
+    "create_snapshot": ["step", "*world_size=None", "*metrics=None", "*metadata=None"],
+    "save_rank": ["session_id", "rank", "state=None", "*rng=True", "*rank_local=()", "**objects"],
+    "finalize_snapshot": ["session_id"],
     "load": ["ref='latest'", "*names=None", "*objects=None", "*device=None", "*mmap=False"],
     "load_latest": ["*names=None", "*device=None", "*mmap=False"],
     "load_into": ["state_dict", "ref='latest'", "*prefix=''"],
@@ -237,14 +255,7 @@ def test_a_wrong_path_is_refused(path):
     assert "file://" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"remote": "s3://bucket/run"},
-        {"rank": 0, "world_size": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("arguments", [{"remote": "s3://bucket/run"}], ids=str)
 def test_what_is_not_built_yet_says_so(tmp_path, arguments):
     with pytest.raises(NotBuiltYetError) as caught:
         CheckpointManager(tmp_path / "run", **arguments)
@@ -256,9 +267,6 @@ def test_methods_that_are_not_built_yet_say_so(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         calls = {
             "sync_now": manager.sync_now,
-            "create_snapshot": lambda: manager.create_snapshot(1, metrics={"loss": 1.0}),
-            "save_rank": lambda: manager.save_rank("session", 0, {}),
-            "finalize_snapshot": lambda: manager.finalize_snapshot("session"),
         }
         for name, call in calls.items():
             with pytest.raises(NotBuiltYetError, match=f"not built yet in this version: {name}$"):
@@ -306,8 +314,11 @@ def test_ranks_by_hand_and_by_the_launcher(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with CheckpointManager(tmp_path / "by_hand", rank=0, world_size=1) as manager:
         assert manager.save_sync(0, {}).world_size == 1
-    with pytest.raises(NotBuiltYetError, match="this one is 1 of 2"):
-        CheckpointManager(tmp_path / "auto", rank="auto", world_size="auto")
+    with (
+        CheckpointManager(tmp_path / "auto", rank="auto", world_size="auto") as manager,
+        pytest.raises(InvalidInputError, match="rank 1 of 2, and nothing connects it"),
+    ):
+        manager.save_sync(0, {})
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     with CheckpointManager(tmp_path / "one") as manager:

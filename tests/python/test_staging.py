@@ -159,12 +159,14 @@ def test_writes_of_any_kind_do_not_reach_the_snapshot(tmp_path, staging):
 
 def payload_of(staging: Any, state: dict[str, Any], **objects: Any) -> Any:
     """Describes a save up to where `save` would return: a test can write before anything is copied."""
-    return describe_save(0, state, None, None, objects, rng=False, rank=0, staging=staging)
+    payload = describe_save(0, state, None, None, objects, rng=False, rank=0, staging=staging)
+    staging.mark(payload.tensors)
+    return payload
 
 
 def commit(manager: CheckpointManager, payload: Any) -> dict[str, Any]:
     """Does the rest of a save, and loads the snapshot."""
-    manager._engine.save(payload.step, payload.tensors, **payload.texts).wait(60)
+    manager._engine.save(payload.step, payload.tensors, **payload.labels, **payload.structures).wait(60)
     return manager.load()
 
 
@@ -202,7 +204,7 @@ def test_the_hazard_of_overlap_a_write_between_save_and_step_fails_the_save(tmp_
         payload = payload_of(manager._staging, {}, **run.objects)
         with torch.no_grad():
             run.model.inner.weight.mul_(2)
-        job = manager._engine.save(payload.step, payload.tensors, **payload.texts)
+        job = manager._engine.save(payload.step, payload.tensors, **payload.labels, **payload.structures)
         job.wait_copied(60)
         with pytest.raises(InvalidInputError, match=r"`model\.inner\.weight`.* written between the save and"):
             job.wait(60)

@@ -321,23 +321,6 @@ def test_subclass_of_parameter_is_its_bytes() -> None:
     assert describe("w", ParameterWithMethods(torch.tensor([1.0, 2.0]))).value.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
-def test_distributed_tensor_is_refused_by_name(tmp_path: Any) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        shard = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Replicate()])
-        with pytest.raises(InvalidInputError, match="sharded over ranks are not supported yet") as caught:
-            describe("model.w", shard)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert ".full_tensor()" in str(caught.value)
-
-
 # Arrays
 
 

@@ -10,6 +10,7 @@ mod keeping;
 mod later;
 mod merging;
 mod opening;
+mod parts;
 mod races;
 mod ranks;
 mod receipts;

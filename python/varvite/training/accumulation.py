@@ -9,7 +9,22 @@ from typing import Any
 from varvite.errors import InvalidInputError
 from varvite.training.checks import check_count, check_counts
 
-__all__ = ["GradientAccumulation"]
+__all__ = ["GradientAccumulation", "exchanging"]
+
+
+def exchanging(module: Any, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Returns what surrounds a micro-batch, so that ranks exchange gradients after the last one alone.
+
+    Args:
+        module: A module; its `no_sync()` is used where it has one, as `DistributedDataParallel` does.
+        is_last: Whether the step ends with this micro-batch.
+
+    Example:
+        >>> with exchanging(None, is_last=False):
+        ...     pass
+    """
+    no_sync = getattr(module, "no_sync", None)
+    return contextlib.nullcontext() if is_last or no_sync is None else no_sync()
 
 
 class GradientAccumulation:
@@ -70,8 +85,7 @@ class GradientAccumulation:
             Whether it is the last one of the step.
         """
         ends_step = self.pending + 1 >= self.every if is_last is None else is_last
-        no_sync = getattr(module, "no_sync", None)
-        with contextlib.nullcontext() if ends_step or no_sync is None else no_sync():
+        with exchanging(module, ends_step):
             self.pending += 1
             try:
                 yield ends_step

@@ -11,11 +11,12 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from varvite.distributed.group import RankGroup
 from varvite.errors import CheckpointError, InvalidInputError, MismatchError
 from varvite.settings import joined_distributed
 from varvite.training.checks import check_positive
@@ -26,12 +27,10 @@ _SLOTS = 16
 """Numbers of a collective: always as many, so that ranks that ask for different things still meet."""
 _VALUE_LIMIT = _SLOTS - 2
 _LEAST = -(2**63)
-_GRACE_SECONDS = 5.0
-"""How long after a failure a rank waits for the others to say that they were there."""
 
 
 class Agreement:
-    """Agrees on small integers over the ranks of a run.
+    """Agrees on a few numbers over the ranks of a run.
 
     The first call under `torch.distributed` makes a gloo group of its own, so that nothing mixes with the
     collectives of training and no device is waited for. Without `torch.distributed`, or with one rank, every
@@ -55,9 +54,7 @@ class Agreement:
         """Keeps the arguments; the group is made by the first call that needs it."""
         self._over = process_group
         self._timeout_seconds = check_positive("timeout_seconds", timeout_seconds)
-        self._group: Any = None
-        self._world: Any = None
-        self._ranks: list[int] = [0]
+        self._group: RankGroup | None = None
         self._call = 0
         self._failure: CheckpointError | None = None
 
@@ -95,10 +92,8 @@ class Agreement:
             return mine
         if self._failure is not None:
             raise self._failure
-        self._prepare(distributed)
-        if len(self._ranks) == 1:
-            return mine
-        return self._agree(distributed, mine)
+        group = self._prepared(distributed)
+        return mine if group.size == 1 else self._agree(distributed, group, mine)
 
     def from_first(self, value: int) -> int:
         """Returns the value of the first rank; the others' are not looked at.
@@ -112,84 +107,76 @@ class Agreement:
         is_first = self.rank == 0
         return self.maximum([value if is_first else _LEAST])[0]
 
-    def _prepare(self, distributed: Any) -> None:
-        """Makes the group, or makes it again where the program has set up `torch.distributed` anew."""
-        world = distributed.group.WORLD
-        if self._group is not None and self._world is world:
-            return
-        if self._over is None:
-            ranks = list(range(distributed.get_world_size()))
-        elif distributed.get_rank(self._over) < 0:
-            reason = "this process is not in it"
-            raise InvalidInputError(f"invalid process_group: {reason}", what="process_group", reason=reason)
-        else:
-            ranks = list(distributed.get_process_group_ranks(self._over))
-        if len(ranks) > 1:
-            from datetime import timedelta
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Returns the numbers of every rank, by rank; bit for bit the same on all of them.
 
-            self._group = distributed.new_group(
-                ranks,
-                timeout=timedelta(seconds=self._timeout_seconds),
-                backend="gloo",
-                # Ranks outside of the group need not know of it.
-                use_local_synchronization=self._over is not None,
-            )
-        self._world, self._ranks = world, ranks
+        Args:
+            values: At most 14 numbers, as many on every rank; NaN and infinities are allowed.
 
-    def _agree(self, distributed: Any, mine: list[int]) -> list[int]:
+        Returns:
+            A list of as many numbers for each rank.
+
+        Raises:
+            InvalidInputError: Too many numbers; or this process is not in the group.
+            MismatchError: Ranks gave different numbers of values.
+            CheckpointError: As `maximum`.
+
+        Example:
+            >>> Agreement().gather([0.5, 2.0])
+            [[0.5, 2.0]]
+        """
+        mine = [float(value) for value in values]
+        _check_count(mine)
+        distributed = joined_distributed()
+        if distributed is None:
+            return [mine]
+        if self._failure is not None:
+            raise self._failure
+        group = self._prepared(distributed)
+        if group.size == 1:
+            return [mine]
+        import torch
+
+        padded = [float(len(mine)), *mine, *[0.0] * (_SLOTS - 1 - len(mine))]
+        slots = torch.tensor(padded, dtype=torch.float64, device="cpu")
+        rows = [torch.empty_like(slots) for _ in range(group.size)]
+        with self._failing_once(group):
+            group.gloo.allgather([rows], [slots]).wait()
+        found = [row.tolist() for row in rows]
+        counts = [int(row[0]) for row in found]
+        _check_alike(len(mine), max(counts), min(counts))
+        return [row[1 : 1 + len(mine)] for row in found]
+
+    def _prepared(self, distributed: Any) -> RankGroup:
+        """Returns the group, made again where the program has set up `torch.distributed` anew."""
+        if self._group is None or self._group.world is not distributed.group.WORLD:
+            self._group = RankGroup(distributed, self._over, timeout_seconds=self._timeout_seconds)
+        return self._group
+
+    def _agree(self, distributed: Any, group: RankGroup, mine: list[int]) -> list[int]:
         import torch
 
         count = len(mine)
-        self._call += 1
         padding = [_LEAST] * (_VALUE_LIMIT - count)
         slots = torch.tensor([count, -count, *mine, *padding], dtype=torch.int64, device="cpu")
-        try:
-            distributed.all_reduce(slots, op=distributed.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            self._failure = self._failed(distributed)
-            raise self._failure from error
+        largest = distributed.AllreduceOptions()
+        largest.reduceOp = distributed.ReduceOp.MAX
+        with self._failing_once(group):
+            group.gloo.allreduce([slots], largest).wait()
         agreed: list[int] = slots.tolist()
-        most, least = agreed[:2]
-        if most != -least:
-            raise MismatchError(
-                f"ranks ask for different decisions: {-least} to {most} values, here {count}",
-                hint="call the same methods in the same order on every rank",
-                name="values",
-                field="length",
-                expected=count,
-                found=most if most != count else -least,
-            )
+        _check_alike(count, agreed[0], -agreed[1])
         return agreed[2 : 2 + count]
 
-    def _failed(self, distributed: Any) -> CheckpointError:
-        missing = self._missing_ranks(distributed)
-        who = (
-            "not known which" if missing is None else ", ".join(map(str, missing)) or "none, but one was lost"
-        )
-        return CheckpointError(
-            f"cannot agree with the other ranks within {self._timeout_seconds:g} s; missing ranks: {who}",
-            hint="look at the log of the missing rank: it ended, hangs, or does not call this at each step",
-            missing_ranks=missing,
-        )
-
-    def _missing_ranks(self, distributed: Any) -> list[int] | None:
-        """Returns the ranks that never came to this call.
-
-        A rank whose collective failed says so in the store of the launcher; one that never called can't.
-        """
+    @contextlib.contextmanager
+    def _failing_once(self, group: RankGroup) -> Iterator[None]:
+        """Surrounds a collective; where it fails, every later call raises the same error."""
+        self._call += 1
         try:
-            store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
-            prefix = f"varvite/agreement/{self._group.group_name}/{self._call}"
-            keys = {rank: f"{prefix}/{rank}" for rank in self._ranks}
-            store.set(keys[distributed.get_rank()], "here")
-            until = time.monotonic() + _GRACE_SECONDS
-            while True:
-                missing = [rank for rank, key in keys.items() if not store.check([key])]
-                if not missing or time.monotonic() > until:
-                    return missing
-                time.sleep(0.05)
-        except (AttributeError, RuntimeError):  # another torch, or the store went with its rank
-            return None
+            yield
+        except RuntimeError as error:
+            problem = f"cannot agree with the other ranks within {self._timeout_seconds:g} s"
+            self._failure = group.lost(problem, group.missing_ranks(f"agreement/{self._call}"))
+            raise self._failure from error
 
 
 def is_first_on_machine() -> bool:
@@ -202,11 +189,28 @@ def is_first_on_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") in ("", "0")
 
 
+def _check_count(values: Sequence[object]) -> None:
+    if len(values) > _VALUE_LIMIT:
+        reason = f"at most {_VALUE_LIMIT} at once"
+        raise InvalidInputError(f"too many values: {len(values)}", what="values", reason=reason)
+
+
+def _check_alike(count: int, most: int, least: int) -> None:
+    """Refuses ranks that gave different numbers of values."""
+    if most != least:
+        raise MismatchError(
+            f"ranks ask for different decisions: {least} to {most} values, here {count}",
+            hint="call the same methods in the same order on every rank",
+            name="values",
+            field="length",
+            expected=count,
+            found=most if most != count else least,
+        )
+
+
 def _checked(values: Sequence[int]) -> list[int]:
     mine = list(values)
-    if len(mine) > _VALUE_LIMIT:
-        reason = f"at most {_VALUE_LIMIT} at once"
-        raise InvalidInputError(f"too many values: {len(mine)}", what="values", reason=reason)
+    _check_count(mine)
     for value in mine:
         if not isinstance(value, int) or not _LEAST <= value < -_LEAST:
             reason = "must be integers of 64 bits"

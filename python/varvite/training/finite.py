@@ -255,13 +255,16 @@ def roll_back(
 
 
 class _StandIn:
-    """Takes the state that an object is to be spared."""
+    """Takes the state that an object is to be spared, that of one rank or those of all."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes nothing of it."""
+
+    def load_rank_states(self, states: Collection[Any], *, rank: int, world_size: int) -> None:
+        """Takes nothing of them."""
 
 
 def _check_kept(keyword: str, objects: Mapping[str, Any]) -> None:

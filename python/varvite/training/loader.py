@@ -92,6 +92,13 @@ class ResumableLoader:
         return self
 
     @property
+    def is_rank_local(self) -> bool:
+        """True where the position is this rank's own: that of a loader with a state of its own."""
+        if self._position is not None:
+            return self._position.kind == "stateful"
+        return self._arrived is not None and self._arrived["kind"] == "stateful"
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next batch, also of a state that waits for a loader."""
         if self._position is not None:

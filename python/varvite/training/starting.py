@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,13 +23,14 @@ from varvite import names
 from varvite.errors import CheckpointError, InvalidInputError, MismatchError, StoreError, first_lines
 from varvite.facts import make_info, read_tags, reference_text
 from varvite.loading import load_objects
+from varvite.module_plan import SavedName, is_extra
 from varvite.objects import SavedObject, SavedTree, kind_of, labels_in, module_state, read_tree, split_labels
 from varvite.plain import corrupt, type_name
-from varvite.plans import may_convert
+from varvite.plans import Problems, may_convert
 from varvite.reading import SnapshotView
 from varvite.records import Mismatched, ResumeReport, SnapshotInfo
 from varvite.repository import Ref, Repository
-from varvite.restore import Restored, SavedName, is_extra, restore_objects
+from varvite.restore import Restored, in_step, restore_objects
 from varvite.state import Json, StateDict, shown_prefix, structure_names, unflatten
 from varvite.tensors import describe
 from varvite.training.identity import Origin, RunIdentity, read_run
@@ -36,6 +38,7 @@ from varvite.weights.rules import KeyPlan, KeyRules, plan_keys
 
 if TYPE_CHECKING:
     from varvite._native import Engine
+    from varvite.ranks import Alone
 
 __all__ = ["Source", "fork_run", "plan_warm_start", "start_warm"]
 
@@ -86,43 +89,67 @@ class Source:
 
 @contextmanager
 def _opened(
-    source: Folder | Repository, ref: Ref, *, rank: int, verb: str, own_id: str | None
+    source: Folder | Repository,
+    ref: Ref,
+    *,
+    rank: int,
+    verb: str,
+    ranks: Alone | None = None,
+    check: Callable[[Engine, str], None] | None = None,
 ) -> Iterator[Source]:
     """Opens the snapshot that a person named, for the time of a block; an open manager stays open.
 
+    Args:
+        source: The other repository.
+        ref: Which snapshot of it; the coordinator decides for all ranks.
+        rank: Rank of this process.
+        verb: What it is opened for.
+        ranks: The ranks that begin together, where there are several.
+        check: What may refuse to begin, from engine and path of the other repository; on the coordinator.
+
     Raises:
-        InvalidInputError: The source is the run's own repository.
+        InvalidInputError: The check refuses.
         NotARepositoryError: There is none.
         SnapshotNotFoundError: The reference names none.
         CorruptionError: The snapshot's manifest is damaged.
     """
-    if isinstance(source, Repository):
-        yield _open_snapshot(source, str(source._settings.path), ref, rank, verb, own_id)  # noqa: SLF001 - its path
-        return
     from varvite.manager import CheckpointManager
 
-    # One process reads here, whatever a launcher has left in the environment.
-    with CheckpointManager(source, read_only=True, rank=0, world_size=1) as repository:
-        yield _open_snapshot(repository, os.fspath(source), ref, rank, verb, own_id)
+    with ExitStack() as stack:
+        with in_step(ranks, "open the other repository"):
+            if isinstance(source, Repository):
+                repository, path = source, str(source._settings.path)  # noqa: SLF001 - its path
+            else:
+                # Each rank reads by itself here, whatever a launcher has left in the environment.
+                alone = CheckpointManager(source, read_only=True, rank=0, world_size=1)
+                repository, path = stack.enter_context(alone), os.fspath(source)
+            repository._must_be_open(verb)  # noqa: SLF001 - the verbs are methods of a manager, in a file of their own
+            repository._settle()  # noqa: SLF001
+        engine = repository._engine  # noqa: SLF001
+
+        def choose() -> int:
+            if check is not None:
+                check(engine, path)
+            return engine.resolve(reference_text(ref))
+
+        seq: int = choose() if ranks is None else ranks.decide(f"choose a snapshot to {verb} from", choose)
+        with in_step(ranks, "open the snapshot"):
+            view = SnapshotView(engine, seq, rank)
+            info = make_info(view.header, read_tags(engine))
+        yield Source(path, repository._settings.path, engine, view, info)  # noqa: SLF001
 
 
-def _open_snapshot(
-    repository: Repository, path: str, ref: Ref, rank: int, verb: str, own_id: str | None
-) -> Source:
-    engine = repository._engine  # noqa: SLF001 - the verbs are methods of a manager, in a file of their own
-    repository._must_be_open(verb)  # noqa: SLF001
-    repository._settle()  # noqa: SLF001
-    if engine.repository_id == own_id:
-        reason = "the source is the run's own repository"
-        raise InvalidInputError(
-            f"cannot {verb}: {reason}: {path}",
-            hint="go on with a run by resume(); a new run needs a folder of its own",
-            what="source",
-            reason=reason,
-        )
-    view = SnapshotView(engine, engine.resolve(reference_text(ref)), rank)
-    folder = repository._settings.path  # noqa: SLF001
-    return Source(path, folder, engine, view, make_info(view.header, read_tags(engine)))
+def _refuse_own(source: Engine, path: str, own: Engine, verb: str) -> None:
+    """Refuses to begin a run from its own repository."""
+    if source.repository_id != own.repository_id:
+        return
+    reason = "the source is the run's own repository"
+    raise InvalidInputError(
+        f"cannot {verb}: {reason}: {path}",
+        hint="go on with a run by resume(); a new run needs a folder of its own",
+        what="source",
+        reason=reason,
+    )
 
 
 def _refuse_used(engine: Engine, verb: str, *, over_snapshots: bool) -> None:
@@ -136,6 +163,12 @@ def _refuse_used(engine: Engine, verb: str, *, over_snapshots: bool) -> None:
         what="over_snapshots",
         reason=reason,
     )
+
+
+def _may_begin(own: Engine, verb: str, source: Engine, path: str, *, over_snapshots: bool) -> None:
+    """Refuses what the repositories say against a new run."""
+    _refuse_used(own, verb, over_snapshots=over_snapshots)
+    _refuse_own(source, path, own, verb)
 
 
 def _split(objects: Mapping[str, Any]) -> tuple[dict[str, RunIdentity], dict[str, Any]]:
@@ -179,7 +212,7 @@ def plan_warm_start(
     """
     _, given = _split(modules)
     live = _live_weights(given)
-    with _opened(source, ref, rank=0, verb="plan a warm start", own_id=None) as opened:
+    with _opened(source, ref, rank=0, verb="plan a warm start") as opened:
         return _plan(live, _saved_weights(opened.view), rules, given)
 
 
@@ -190,6 +223,7 @@ def start_warm(
     objects: Mapping[str, Any],
     *,
     rank: int,
+    ranks: Alone | None,
     rules: KeyRules | None,
     strict: bool,
     skip_shape_mismatches: bool,
@@ -204,6 +238,7 @@ def start_warm(
         ref: Which snapshot of it.
         objects: Modules, and the identity of the run.
         rank: Rank of this process.
+        ranks: The ranks that begin together; `None` for this one alone.
         rules: Rules for names.
         strict: Names must match both ways.
         skip_shape_mismatches: What does not fit keeps its value.
@@ -211,18 +246,23 @@ def start_warm(
         over_snapshots: Go on although the run's own repository holds snapshots.
     """
     verb = "warm start"
-    identities, modules = _split(objects)
-    _refuse_used(engine, verb, over_snapshots=over_snapshots)
-    live = _live_weights(modules)
-    with _opened(source, ref, rank=rank, verb=verb, own_id=engine.repository_id) as opened:
-        saved = _saved_weights(opened.view)
-        plan = _plan(live, saved, rules, modules)
-        plan.check(strict=strict, skip_shape_mismatches=skip_shape_mismatches)
-        _check_dtypes(live, opened.view, plan, allow_narrowing=allow_narrowing)
-        view, tree = _under_live_names(live, saved, opened.view, plan)
-        restored = restore_objects(
-            view, modules, strict=False, override={"allow_narrowing": allow_narrowing}, tree=tree
-        )
+    with in_step(ranks, verb):
+        identities, modules = _split(objects)
+        live = _live_weights(modules)
+    check = partial(_may_begin, engine, verb, over_snapshots=over_snapshots)
+    with _opened(source, ref, rank=rank, verb=verb, ranks=ranks, check=check) as opened:
+        with in_step(ranks, "plan the warm start"):
+            saved = _saved_weights(opened.view)
+            plan = _plan(live, saved, rules, modules)
+        if ranks is not None:
+            # Of a pipeline each rank holds a part of the names.
+            plan = replace(plan, unexpected=ranks.unite(Problems(unexpected=plan.unexpected)).unexpected)
+        with in_step(ranks, "check the warm start"):
+            plan.check(strict=strict, skip_shape_mismatches=skip_shape_mismatches)
+            _check_dtypes(live, opened.view, plan, allow_narrowing=allow_narrowing)
+            view, tree = _under_live_names(live, saved, opened.view, plan)
+        override = {"allow_narrowing": allow_narrowing}
+        restored = restore_objects(view, modules, strict=False, override=override, tree=tree, peers=ranks)
         for identity in identities.values():
             identity.begin(opened.origin("warm_start"))
         return opened.report(
@@ -379,6 +419,8 @@ def fork_run(
     objects: Mapping[str, Any],
     *,
     rank: int,
+    ranks: Alone | None,
+    world_size: int,
     default_name: str,
     name: str | None,
     pin: bool,
@@ -394,6 +436,8 @@ def fork_run(
         ref: Which snapshot of it.
         objects: What to restore, and the identity of the run.
         rank: Rank of this process; rank 0 pins.
+        ranks: The ranks that begin together; `None` for this one alone.
+        world_size: How many they are.
         default_name: What the run is called in the pin where it has no name.
         name: Name of the run.
         pin: Whether the parent's snapshot is to be kept there.
@@ -401,18 +445,20 @@ def fork_run(
         allow_narrowing: Values may be rounded.
         over_snapshots: Go on although the run's own repository holds snapshots.
     """
-    identities, others = _split(objects)
-    if not others:
-        raise _nothing_given("fork")
-    _refuse_used(engine, "fork", over_snapshots=over_snapshots)
+    with in_step(ranks, "fork"):
+        identities, others = _split(objects)
+        if not others:
+            raise _nothing_given("fork")
+    check = partial(_may_begin, engine, "fork", over_snapshots=over_snapshots)
     named = next((identity.name for identity in identities.values() if identity.name), default_name)
     with (
-        _opened(parent, ref, rank=rank, verb="fork", own_id=engine.repository_id) as opened,
+        _opened(parent, ref, rank=rank, verb="fork", ranks=ranks, check=check) as opened,
         ExitStack() as undo,
     ):
-        origins = {keyword: _origin_of_fork(opened, keyword) for keyword in identities}
-        if pin and rank == 0:
-            _pin(opened, _pin_name(name or named, engine.repository_id), undo)
+        with in_step(ranks, "pin the parent's snapshot"):
+            origins = {keyword: _origin_of_fork(opened, keyword) for keyword in identities}
+            if pin and rank == 0:
+                _pin(opened, _pin_name(name or named, engine.repository_id), undo)
         restored = restore_objects(
             opened.view,
             others,
@@ -420,6 +466,8 @@ def fork_run(
             override={"allow_narrowing": allow_narrowing},
             in_part=True,
             keep_hyper_parameters=True,
+            peers=ranks,
+            world_size=world_size,
         )
         undo.pop_all()
         for keyword, identity in identities.items():

@@ -1,13 +1,15 @@
 //! One test for each refusal of a footer.
 
 use super::*;
+use crate::digest::ChunkDigest;
 use crate::error::Error;
-use crate::format::model::{Codec, PackRecord};
+use crate::format::model::{Codec, PackRecord, Replica};
 use crate::format::names::pack_name;
 use crate::format::pack::PackKind;
 use crate::format::pack::{HEADER_LENGTH_BYTES, TRAILER_LENGTH_BYTES, decode_trailer};
 use crate::format::samples;
 use crate::format::state_digest::state_digest;
+use crate::tensor::Dtype;
 
 const POSITION_BYTES: u64 = 8_328;
 
@@ -33,7 +35,7 @@ fn part() -> Part {
         }
     }
     let header = Header { self_contained: false, ..samples::header_of(&body) };
-    Part { rank: 1, header, body }
+    Part { rank: 1, header, body, replicas: Vec::new() }
 }
 
 /// Rows for the chunks of [`part`] that lie in its own pack.
@@ -219,7 +221,7 @@ fn a_part_that_never_ends_its_header_is_refused() {
 #[test]
 fn a_manifest_in_place_of_a_part_is_refused() {
     let body = samples::body();
-    let manifest = two_line::encode(Kind::Manifest, None, &samples::header_of(&body), &body).unwrap();
+    let manifest = two_line::encode(Kind::Manifest, None, &samples::header_of(&body), &body, &[]).unwrap();
     let error = decode_resealed(&[], None, |footer| {
         footer.extend_from_slice(&manifest);
         footer[32..40].copy_from_slice(&(manifest.len() as u64).to_le_bytes());
@@ -300,4 +302,68 @@ fn a_part_and_a_pack_header_of_different_sessions_are_refused() {
 fn the_smallest_pack_has_the_documented_length() {
     let bytes = encode_footer(HEADER_LENGTH_BYTES, &[], None).unwrap();
     assert_eq!(HEADER_LENGTH_BYTES + bytes.len() as u64, crate::format::pack::SMALLEST_PACK_LENGTH_BYTES);
+}
+
+/// What the part of rank 1 tells of the bias, which rank 0 writes.
+fn replica() -> Replica {
+    Replica {
+        name: "model.bias".to_owned(),
+        dtype: Dtype::Float32,
+        shape: vec![8, 2],
+        offsets: vec![2, 0],
+        lengths: vec![4, 2],
+        digest: ChunkDigest(7),
+    }
+}
+
+#[test]
+fn replicas_round_trip_and_are_absent_where_there_are_none() {
+    let part = Part { replicas: vec![replica(), Replica { name: "z".to_owned(), ..replica() }], ..part() };
+    let bytes = encode_footer(POSITION_BYTES, &chunks(), Some(&part)).unwrap();
+    assert_eq!(decode(&bytes).unwrap().part.unwrap().replicas, part.replicas);
+    let text = |part: &Part| {
+        let bytes = two_line::encode(Kind::Part, Some(1), &part.header, &part.body, &part.replicas).unwrap();
+        String::from_utf8(bytes).unwrap()
+    };
+    assert!(text(&part).contains(
+        r#""replicas":[{"name":"model.bias","dtype":"float32","shape":[8,2],"offsets":[2,0],"lengths":[4,2],"digest":"00000000000000000000000000000007"}"#
+    ));
+    assert!(!text(&Part { replicas: Vec::new(), ..part }).contains("replicas"));
+}
+
+#[test]
+fn replicas_that_break_a_rule_are_never_written() {
+    let what = |replicas: Vec<Replica>| unwritable(|part| part.replicas = replicas);
+    let changed = |change: fn(&mut Replica)| {
+        let mut replica = replica();
+        change(&mut replica);
+        what(vec![replica])
+    };
+    assert_eq!(what(vec![replica(), replica()]), "replicas");
+    let moved = Replica { offsets: vec![1, 0], ..replica() };
+    assert_eq!(what(vec![replica(), moved]), "replicas");
+    assert_eq!(changed(|replica| replica.name = "x".repeat(65_537)), "name of a replica");
+    for change in [
+        (|replica| replica.lengths[0] = 0) as fn(&mut Replica),
+        |replica| replica.lengths[0] = 7,
+        |replica| replica.offsets[0] = u64::MAX,
+        |replica| replica.offsets.truncate(1),
+        |replica| replica.lengths.push(1),
+    ] {
+        assert_eq!(changed(change), "region of a replica of `model.bias`");
+    }
+    assert_eq!(
+        changed(|replica| replica.shape = vec![1 << 40, 1 << 40]),
+        "shape of a replica of `model.bias`"
+    );
+    assert_eq!(changed(|replica| replica.shape = vec![1; 65]), "shape of a replica of `model.bias`");
+}
+
+#[test]
+fn replicas_in_a_manifest_are_refused() {
+    let body = samples::body();
+    let header = samples::header_of(&body);
+    let bytes = two_line::encode(Kind::Manifest, None, &header, &body, &[replica()]).unwrap();
+    let error = crate::format::manifest::decode("snapshots/2.json", &bytes).unwrap_err();
+    assert_eq!(corrupt_parts(&error).1, "replicas");
 }

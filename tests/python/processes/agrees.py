@@ -14,8 +14,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from varvite.distributed import group as ranks_group
 from varvite.errors import CheckpointError, InvalidInputError, MismatchError
-from varvite.training import agreement as agreement_module
 from varvite.training.agreement import Agreement
 from varvite.training.autosave import Autosave
 from varvite.training.boundary import Boundary
@@ -133,7 +133,7 @@ def part_of_the_ranks(rank):
 
 
 def a_rank_is_missing(rank):
-    agreement_module._GRACE_SECONDS = 0.5
+    ranks_group._GRACE_SECONDS = 0.5
     agreement = Agreement(timeout_seconds=0.5)
     agreement.maximum([0])
     if rank == 2:

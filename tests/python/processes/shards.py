@@ -16,7 +16,7 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.fsdp import fully_shard
 
 from varvite import CheckpointManager
-from varvite.errors import InvalidInputError
+from varvite.errors import CheckpointError
 
 WORLD_SIZE = 2
 
@@ -33,7 +33,7 @@ def rank_main(rank: int, folder: str) -> None:
             try:
                 manager.save_sync(1, model=model)
                 said = "saved"
-            except InvalidInputError as error:
+            except CheckpointError as error:
                 said = str(error)
             before = len(manager.snapshots())
             manager.save_sync(2, weights=whole)

@@ -92,8 +92,9 @@ class StepOutcome:
     """What came of one step.
 
     Attributes:
-        loss: Mean loss over the batches of the step.
-        grad_norm: Norm of all gradients together before clipping, `None` where it was not taken.
+        loss: Mean loss over the batches of the step. Of several ranks the loop takes the mean.
+        grad_norm: Norm of all gradients together before clipping, `None` where it was not taken. Of several
+            ranks the loop takes the largest.
         action: What the guard against non-finite numbers said.
         updated: Whether the optimizer changed the weights.
         metrics: More numbers to log and to save.
@@ -154,6 +155,7 @@ class Run:
         judged: The last restore, which the verdict is about.
         verdict: Whether it goes on as before that, once it is known.
         metrics: Metrics of the newest step.
+        has_joined: Whether this run has joined the process group, and is to leave it.
     """
 
     job: Job
@@ -184,6 +186,7 @@ class Run:
     judged: ResumeReport = field(init=False)
     verdict: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    has_joined: bool = False
 
     def __post_init__(self) -> None:
         """Takes over the length of the job."""

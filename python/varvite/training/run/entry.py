@@ -88,7 +88,7 @@ def run_training(
 
 def _conclude(run: Run, ending: Ending) -> RunResult:
     """Makes all saves durable, and says what came of the run."""
-    note_durable(run, wait=True)
+    note_durable(run)
     run.stop.done()
     infos = run.manager.snapshots()
     result = RunResult(

@@ -31,7 +31,8 @@ class Job:
     Attributes:
         folder: Where the repository is.
         steps: Number of steps in all, over all restarts. A run that has done them does nothing.
-        model: Makes the model.
+        model: Makes the model, wrapped or sharded as the ranks need it (`DistributedDataParallel`,
+            `fully_shard`): they have joined `torch.distributed` by then.
         optimizer: Makes the optimizer of a model.
         data: Makes the loader of batches: a `DataLoader` with a `ResumableSampler`, a loader with
             `state_dict()`, or any other, which can be saved at the edges of epochs alone.
@@ -43,14 +44,17 @@ class Job:
             `torch.optim.swa_utils.AveragedModel`.
         name: Name of the run, for people.
         set_up: Called first of all, in every process that runs the job: number of threads, deterministic
-            kernels, default dtype. `prove_resume` needs the same there.
-        seed: Seeds Python, NumPy and torch before the model is made. A resume restores the generators.
+            kernels, default dtype, this rank's device. `prove_resume` needs the same there. The ranks of a
+            launcher join `torch.distributed` after it, unless it has made them.
+        seed: Seeds Python, NumPy and torch before the model is made, alike on all ranks. On a fresh start the
+            generators of each rank go on apart after that; a resume restores them.
         micro_batches: Batches whose gradients are averaged to one step. The last step of an epoch may have
             fewer. A save never comes between them.
         clip_grad_norm: Largest norm of all gradients together; `None` leaves them alone.
         evaluate: Called every `evaluate_every` steps, with the model in eval mode and without gradients;
             returns metrics, which are saved with the snapshot of this step. It takes a loader of its own:
-            `run.stop.shield(loader)`, if that has workers, or a stop signal to the whole job ends them.
+            `run.stop.shield(loader)`, if that has workers, or a stop signal to the whole job ends them. Under
+            several ranks each calls it, and the metrics of the first are saved: it is to reduce them itself.
         evaluate_every: Steps between two evaluations, 0 for none.
         autosave: Arguments of `Autosave`; by default a save as often as its measured cost suggests.
         stop: Arguments of `StopSignal`.
@@ -60,7 +64,7 @@ class Job:
         resume: Arguments of `CheckpointManager.resume`, such as `{"strict": False}`.
         begin: Called on a fresh start to begin from another run: it calls `warm_start` or `fork` of
             `run.manager` with `run.identity` among the objects, and returns the report, or `None`.
-        tracker: Makes a tracker of metrics, after the restore and after each rollback, such as
+        tracker: Makes a tracker of metrics, on the first rank, after the restore and each rollback, such as
             `open_tracker("tensorboard", run.identity, run.tracker_mode, next_step=run.progress.next_step,
             folder="metrics")`.
         metadata: Saved with each snapshot.

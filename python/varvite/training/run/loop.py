@@ -6,6 +6,8 @@ all ranks, and a save sees neither half a step nor the batch of the next one.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from varvite.errors import InvalidInputError, SnapshotNotFoundError
 from varvite.notices import warn
 from varvite.plain import type_name
 from varvite.training import rng
-from varvite.training.boundary import Boundary
+from varvite.training.boundary import Boundary, Decision
 from varvite.training.exits import ExitCode
 from varvite.training.finite import Action, roll_back
 from varvite.training.modes import evaluating
@@ -48,8 +50,7 @@ def run_loop(run: Run) -> Ending:
             _tell(run, f"step {run.progress.step} was skipped: {run.guard.reason}")
         _observe(run, outcome)
         _evaluate(run)
-        note_durable(run)
-        decision = boundary.decide(run.progress.step)
+        decision = _decide(run, boundary)
         if run.progress.next_step >= run.until:
             save_and_wait(run)
             return Ending(ExitCode.FINISHED)
@@ -70,7 +71,34 @@ def _do_step(run: Run, batches: list[Any]) -> StepOutcome:
             what="step_fn",
             reason=reason,
         )
-    return outcome
+    return _over_ranks(run, outcome)
+
+
+def _over_ranks(run: Run, outcome: StepOutcome) -> StepOutcome:
+    """Returns the outcome with the mean loss and the largest norm of all ranks.
+
+    They are the same bits on each rank, because what is judged by them and saved has to be equal.
+    """
+    if run.agreement.world_size == 1:
+        return outcome
+    norm = outcome.grad_norm
+    rows = run.agreement.gather([outcome.loss, math.nan if norm is None else norm])
+    losses, norms = [row[0] for row in rows], [row[1] for row in rows]
+    largest = next((one for one in norms if not math.isfinite(one)), max(norms))
+    mean = sum(losses) / len(losses)
+    return dataclasses.replace(outcome, loss=mean, grad_norm=None if norm is None else largest)
+
+
+def _decide(run: Run, boundary: Boundary) -> Decision:
+    """Decides with all ranks what comes next, and hears of a save in the background that has ended.
+
+    All hear of it at one step, for one that has failed ends the loop, and each rank may know it later.
+    """
+    is_open = run.pending is not None and not run.pending.done
+    decision = boundary.decide(run.progress.step, votes=[int(is_open)])
+    if not any(decision.votes):
+        note_durable(run)
+    return decision
 
 
 def _tell(run: Run, message: str) -> None:
@@ -148,7 +176,7 @@ def _roll_back(run: Run) -> bool:
     Returns:
         False where no snapshot is healthy; nothing was changed.
     """
-    note_durable(run, wait=True)
+    note_durable(run)
     reason = run.guard.reason
     try:
         report = roll_back(run.manager, run.objects(), keep_position=["data", "run"])

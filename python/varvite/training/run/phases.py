@@ -36,17 +36,21 @@ _AUTOSAVE = {"mean_time_between_failures_seconds": 86_400.0}
 
 
 def set_up_ranks(run: Run) -> Agreement:
-    """Calls the job's `set_up`, joins the process group of the launcher, if any, and seeds the generators."""
+    """Calls the job's `set_up`, joins the ranks of the launcher, if any, and seeds the generators alike."""
     from varvite.training import rng
     from varvite.training.agreement import Agreement
 
     if run.job.set_up is not None:
         run.job.set_up()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    # With torchrun also where it starts one rank: a job that wraps its model needs a group then, too.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         import torch.distributed
 
+        from varvite.distributed.joining import join_ranks
+
         if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group()
+            join_ranks()
+            run.has_joined = True
     # The same on all ranks, for the model is to begin the same on all of them.
     rng.derive(run.job.seed, rank=0, step=0)
     return Agreement(run.job.manager.get("process_group"))
@@ -114,6 +118,7 @@ def restore(run: Run) -> ResumeReport:
     report = run.manager.resume(**{"ref": "latest", **job.resume}, **run.objects())
     if report.fresh and job.begin is not None:
         report = job.begin(run) or report
+    _part_streams(run, report)
     if "progress" not in report.restored:
         # A fork, or a snapshot of another program: the counters follow the report.
         run.progress.step = report.next_step - 1
@@ -124,11 +129,25 @@ def restore(run: Run) -> ResumeReport:
     return report
 
 
+def _part_streams(run: Run, report: ResumeReport) -> None:
+    """Gives each rank generators of its own, where none were restored: up to here all have drawn the same.
+
+    Those of the first rank go on as they are, as those of a lone process do.
+    """
+    from varvite.training import rng
+
+    if report.rng not in ("restored", "derived") and run.agreement.rank:
+        rng.derive(run.job.seed, run.agreement.rank, report.next_step)
+
+
 def make_tracker(run: Run) -> Tracker:
-    """Makes the tracker; it may ask the run which run it is."""
+    """Makes the tracker, on the first rank; it may ask the run which run it is. Others track nothing."""
     from varvite.training.tracking import NullTracker
 
-    return NullTracker() if run.job.tracker is None else run.job.tracker(run)
+    if run.job.tracker is None or run.agreement.rank:
+        return NullTracker()
+    tracker: Tracker = run.job.tracker(run)
+    return tracker
 
 
 def make_data(run: Run) -> ResumableLoader:
@@ -142,8 +161,9 @@ def make_data(run: Run) -> ResumableLoader:
 def tear_down(run: Run, error: BaseException | None) -> None:
     """Closes what was opened, also after an error, in an order in which each can still do its work.
 
-    Saves are waited for before the stop signal's hard timer is taken back: it covers what can hang. The
-    process group is left only after success, because leaving it waits for ranks that may have failed.
+    Saves are waited for before the stop signal's hard timer is taken back: it covers what can hang. A
+    process group that `set_up_ranks` has joined is left only after success, because leaving it waits for
+    ranks that may have failed.
     """
     made = vars(run)
     try:
@@ -156,7 +176,7 @@ def tear_down(run: Run, error: BaseException | None) -> None:
         finally:
             if "stop" in made:
                 run.stop.__exit__(None, None, None)
-    if error is None:
+    if error is None and run.has_joined:
         _leave_ranks()
 
 

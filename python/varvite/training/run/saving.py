@@ -14,7 +14,7 @@ __all__ = ["note_durable", "save_and_wait", "save_in_background"]
 
 def save_in_background(run: Run) -> None:
     """Saves the step just done; training goes on once the state is copied."""
-    note_durable(run, wait=True)
+    note_durable(run)
     step = run.progress.step
     run.tell("saving", step)
     run.pending = run.manager.save(step, **_what(run))
@@ -31,7 +31,7 @@ def save_in_background(run: Run) -> None:
 
 def save_and_wait(run: Run) -> None:
     """Saves the step just done, and returns when it is durable; a step is not saved twice."""
-    note_durable(run, wait=True)
+    note_durable(run)
     step = run.progress.step
     if step < 0 or run.committed_step == step:
         return
@@ -41,9 +41,9 @@ def save_and_wait(run: Run) -> None:
     run.tell("saved", info)
 
 
-def note_durable(run: Run, *, wait: bool = False) -> None:
-    """Tells the hooks of a background save that has ended; of a failure the manager raises or warns."""
-    if run.pending is None or not (wait or run.pending.done):
+def note_durable(run: Run) -> None:
+    """Waits for the save in the background and tells the hooks; of a failure the manager raises or warns."""
+    if run.pending is None:
         return
     handle, run.pending = run.pending, None
     try:

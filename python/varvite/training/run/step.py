@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from varvite.training.accumulation import exchanging
 from varvite.training.finite import Action
 from varvite.training.run.context import StepOutcome
+from varvite.training.run.gradients import clip_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,9 @@ __all__ = ["training_step"]
 def training_step(run: Run, batches: Sequence[Any]) -> StepOutcome:
     """Averages the gradients of some batches, and updates unless they are not finite.
 
+    Under several ranks the model averages gradients over them itself, as `DistributedDataParallel` and
+    `fully_shard` do. The loss is this rank's; the loop takes the mean over all of them.
+
     With a scaler, gradients that overflow are its business: it skips the update and lowers its scale. The
     scheduler and the average of the weights step once for each update, never for a skipped one.
 
@@ -30,7 +35,7 @@ def training_step(run: Run, batches: Sequence[Any]) -> StepOutcome:
     if run.scaler is not None:
         run.scaler.unscale_(run.optimizer)
     # Read before the update: whoever reads after it waits on the device for the update too.
-    loss, norm = _read(summed, _clip(run))
+    loss, norm = _read(summed, clip_gradients(run.model, run.job.clip_grad_norm))
     action = run.guard.check(loss, grad_norm=norm, scaler=run.scaler)
     updated = action is Action.PROCEED and _update(run)
     if action is not Action.PROCEED and run.scaler is not None:
@@ -42,12 +47,13 @@ def training_step(run: Run, batches: Sequence[Any]) -> StepOutcome:
 def _accumulate(run: Run, batches: Sequence[Any]) -> torch.Tensor:
     """Adds up the gradients of all batches, each divided by their number, and returns the mean loss."""
     losses = []
-    for batch in batches:
-        loss = run.loss(run.model, batch)
-        if len(batches) > 1:
-            loss = loss / len(batches)
-        (loss if run.scaler is None else run.scaler.scale(loss)).backward()
-        losses.append(loss.detach())
+    for number, batch in enumerate(batches, start=1):
+        with exchanging(run.model, number == len(batches)):
+            loss = run.loss(run.model, batch)
+            if len(batches) > 1:
+                loss = loss / len(batches)
+            (loss if run.scaler is None else run.scaler.scale(loss)).backward()
+            losses.append(loss.detach())
     return sum(losses[1:], losses[0])
 
 
@@ -60,16 +66,6 @@ def _read(loss: torch.Tensor, norm: torch.Tensor) -> tuple[float, float]:
     # In the wider of two dtypes, so that no number changes.
     loss_value, norm_value = torch.stack([loss.reshape(()), norm]).tolist()
     return loss_value, norm_value
-
-
-def _clip(run: Run) -> torch.Tensor:
-    """Clips all gradients together where the job says so, and returns their norm before that."""
-    from torch.nn.utils import clip_grad_norm_, get_total_norm
-
-    parameters = run.model.parameters()
-    if run.job.clip_grad_norm is not None:
-        return clip_grad_norm_(parameters, run.job.clip_grad_norm)
-    return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
 def _update(run: Run) -> bool:
