@@ -213,6 +213,8 @@ class Engine:
         """Commit number that a reference means."""
     def open(self, seq: int) -> SnapshotReader:
         """Opens a snapshot for reading."""
+    def follow(self, reader: SnapshotReader) -> None:
+        """Notes that this run has saved a snapshot by another engine: the parent of its next one."""
     def adopt(self, reader: SnapshotReader, verified: bool) -> None:
         """Notes that this run continues from a snapshot."""
     def prune(self, dry_run: bool) -> Plan:

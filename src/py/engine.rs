@@ -300,6 +300,11 @@ impl Engine {
         Ok(SnapshotReader::new(snapshot))
     }
 
+    /// Notes that this run has saved a snapshot by another engine.
+    fn follow(&self, py: Python<'_>, reader: &SnapshotReader) {
+        py.detach(|| self.repository.follow(&reader.snapshot));
+    }
+
     /// Notes that this run continues from a snapshot.
     fn adopt(&self, py: Python<'_>, reader: &SnapshotReader, verified: bool) {
         py.detach(|| self.repository.adopt(&reader.snapshot, verified));

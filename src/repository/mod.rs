@@ -334,6 +334,17 @@ impl Repository {
     /// Notes that this run continues from a snapshot: it is the parent of the next save and is kept.
     /// `verified` says that every chunk of it was read and verified by this handle.
     pub fn adopt(&self, snapshot: &Snapshot, verified: bool) {
+        self.go_on(snapshot, verified);
+        self.shared.lock_state().resumed_from = Some(snapshot.manifest().header.seq);
+    }
+
+    /// Notes that this run saved a snapshot by another handle: it is the parent of the next save, and retention
+    /// may take it like any other.
+    pub fn follow(&self, snapshot: &Snapshot) {
+        self.go_on(snapshot, false);
+    }
+
+    fn go_on(&self, snapshot: &Snapshot, verified: bool) {
         let seq = snapshot.manifest().header.seq;
         loop {
             let merge_count = self.shared.lock_state().merge_count;
@@ -347,7 +358,6 @@ impl Repository {
             let mut state = self.shared.lock_state();
             if state.merge_count == merge_count {
                 state.current = Some(seq);
-                state.resumed_from = Some(seq);
                 state.base = base;
                 return;
             }

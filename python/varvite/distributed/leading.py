@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from varvite.native_types import PartReport, Report
     from varvite.saving import Payload
 
-__all__ = ["Following", "Leading", "RankSave"]
+__all__ = ["Following", "Leading", "RankSave", "take_back"]
 
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = (0.001, 0.05)
@@ -39,6 +39,7 @@ class RankSave:
         self._native: SaveJob | None = None
         self._report: Report | None = None
         self._error: BaseException | None = None
+        self._is_started = False
         self._is_interrupted = False
         self._ended = threading.Event()
 
@@ -53,15 +54,14 @@ class RankSave:
             lambda: self._engine.write_part(self._ticket, self._rank, payload.tensors, **payload.structures)
         )
 
-    def fail(self, error: BaseException) -> None:
-        """Has all told that this rank can't write its pack."""
-        self._start(_raising(error))
+    def give_up(self, error: BaseException) -> None:
+        """Ends the save of all, because of what happened to the caller.
 
-    def interrupt(self) -> None:
-        """Ends the save of all, and waits until this rank reads no tensor any more.
-
-        Where all is committed by then, it stays so.
+        When it returns, this rank reads no tensor any more. Where all was committed by then, it stays so.
         """
+        if not self._is_started:
+            self._start(_raising(error))
+            return
         self._is_interrupted = True
         self.cancel()
         while not self.done:
@@ -70,6 +70,7 @@ class RankSave:
                 self._ended.wait()
 
     def _start(self, write: Callable[[], PartReport]) -> None:
+        self._is_started = True
         # No daemon: the interpreter waits for it, and it ends by itself when others are lost.
         threading.Thread(target=self._run, args=(write,), name=f"varvite-rank-{self._rank}").start()
 
@@ -166,7 +167,7 @@ class Leading(RankSave):
                 packs = [part["pack"] for part in parts]
                 committed = dict(when_visible(lambda: self._engine.commit_session(self._ticket, packs)))
         except Exception as error:
-            self._abort(error)
+            take_back(self._engine, self._ticket, error)
             self._meeting.conclude(error)
             raise
         try:
@@ -191,12 +192,6 @@ class Leading(RankSave):
                 self._failure = self._error = error
                 self.cancel()
 
-    def _abort(self, error: Exception) -> None:
-        try:
-            self._engine.abort_session(self._ticket)
-        except CheckpointError as failure:
-            error.add_note(f"and what was written of it can't be taken back: {failure}")
-
     def _stay(self) -> None:
         # The store may live in this process: it must not end before all have heard how the save did.
         with contextlib.suppress(CheckpointError):
@@ -216,6 +211,20 @@ class Following(RankSave):
                 error.add_note("the snapshot may be committed all the same: snapshots() tells")
             raise
         return told
+
+
+def take_back(engine: Engine, ticket: str, cause: BaseException) -> None:
+    """Ends a session that has failed: nothing of it is published. For the coordinator.
+
+    Args:
+        engine: Its engine.
+        ticket: The session.
+        cause: Why; it gets a note where that can't be made sure.
+    """
+    try:
+        engine.abort_session(ticket)
+    except CheckpointError as failure:
+        cause.add_note(f"and what was written of it can't be taken back: {failure}")
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from varvite._native import plan_writers
 from varvite.casting import refuse_idle
 from varvite.distributed.coordination import Coordination
 from varvite.distributed.launch import check_alike, check_shared_folder
-from varvite.distributed.leading import Following, Leading, RankSave
-from varvite.errors import MismatchError
+from varvite.distributed.leading import Following, Leading, RankSave, take_back
+from varvite.errors import InternalError, MismatchError
 from varvite.ranks import Alone, Json, Started, facts_of
 
 if TYPE_CHECKING:
@@ -122,24 +122,18 @@ class Together(Alone):
             payload.tensors.write_only(mask)
             if staging is None:
                 job.write_from(payload)
-            else:
-                staging.mark(payload.tensors)
-                native = engine.save_part(ticket, self._settings.rank, payload.tensors, **payload.structures)
-                staging.started(native)
-                job.follow(native)
+                return None, job.wait()
+            staging.mark(payload.tensors)
+            native = engine.save_part(ticket, self._settings.rank, payload.tensors, **payload.structures)
+            staging.started(native)
+            job.follow(native)
         except BaseException as error:
             if job is not None:
-                job.fail(error)
+                job.give_up(error)
             elif self.is_coordinator:
-                engine.abort_session(ticket)
+                take_back(engine, ticket, error)
             raise
-        if staging is not None:
-            return job, None
-        try:
-            return None, job.wait()
-        except KeyboardInterrupt:
-            job.interrupt()
-            raise
+        return job, None
 
     def _agree(self, engine: Engine, describe: Callable[[], Payload]) -> tuple[Payload, str, bytes]:
         """Describes the state, and gets the ticket of a session and the mask of what this rank writes."""
@@ -174,13 +168,15 @@ class Together(Alone):
             if ticket is None:
                 ticket, mask = self._share_out(holdings, begin)
                 self._plan = (plan, mask)
-        except BaseException:
+        except BaseException as error:
             # It was begun, and not every rank has heard of it.
             for ticket in begun:
-                engine.abort_session(ticket)
+                take_back(engine, ticket, error)
             raise
         assert payload is not None  # noqa: S101 - else a round has failed
-        assert self._plan is not None  # noqa: S101 - as above
+        if self._plan is None or self._plan[0] != plan:
+            what = "all ranks have one plan of who writes what"
+            raise InternalError(f"internal error: this rank knows another plan than: {plan}", what=what)
         if self._settings.casts is not None:
             self._settings.casts.settle()
         return payload, ticket, self._plan[1]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from varvite import CheckpointManager
+from varvite import CheckpointManager, keep
 from varvite.distributed.dcp import VarviteReader, VarviteWriter
 from varvite.distributed.dcp.description import read_description
 from varvite.distributed.dcp.identifiers import reference_of, step_of
@@ -474,6 +474,16 @@ def test_a_session_that_was_left_behind_is_ended_by_the_next_save(tmp_path):
     save({"w": torch.ones(2)}, VarviteWriter(tmp_path, step=5))
     assert steps_in(tmp_path) == [4, 5]
     CheckpointManager(tmp_path).close()
+
+
+def test_retention_takes_what_this_process_saved_itself_but_not_what_it_began_from(tmp_path):
+    for step in range(3):
+        save({"n": step}, VarviteWriter(tmp_path, step=step, keep=keep.last(1)))
+    assert steps_in(tmp_path) == [2]
+    load({"n": 0}, VarviteReader(tmp_path))
+    for step in (3, 4):
+        save({"n": step}, VarviteWriter(tmp_path, step=step, keep=keep.last(1)))
+    assert steps_in(tmp_path) == [4]
 
 
 def test_a_manager_that_writes_here_keeps_a_save_out(tmp_path):

@@ -367,3 +367,74 @@ def many_saves(folder):
 
 def test_many_saves_beside_collectives_of_training(tmp_path):
     assert ranks.run(2, many_saves, tmp_path) == [([58, 59], 60.0)] * 2
+
+
+def is_interrupted_while_it_writes(folder, victim):
+    """Ctrl-C in a save that writes straight from the tensors: nothing is committed, and nothing torn."""
+    import _thread
+    import threading
+
+    import varvite.distributed.together as module
+
+    with varvite.CheckpointManager(folder) as manager:
+        value = torch.zeros(1000)
+        if dist.get_rank() == victim:
+            real = module.RankSave.write_from
+
+            def interrupted(self, payload):
+                real(self, payload)
+                _thread.interrupt_main()
+
+            module.RankSave.write_from = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                manager.save_sync(1, {"value": value})
+            value.fill_(7)
+            module.RankSave.write_from = real
+        else:
+            with pytest.raises(CheckpointError) as caught:
+                manager.save_sync(1, {"value": value})
+            assert "interrupted" in str(caught.value)
+        assert threading.active_count() < 10
+        info = manager.save_sync(2, {"value": torch.ones(3)})
+        return info.step, [info.step for info in manager.snapshots()]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupt_of_a_save_that_waits_leaves_nothing_torn(tmp_path, victim):
+    for step, steps in ranks.run(2, is_interrupted_while_it_writes, tmp_path, victim):
+        assert step == 2
+        assert steps in ([2], [1, 2])
+
+
+def has_damaged_generators(folder):
+    """Rank 1 can't read its generators of the newest snapshot: no rank restores anything of it."""
+    import warnings
+
+    import varvite.manager as module
+    from varvite.errors import CorruptionError
+
+    real = module.load_rng
+    if dist.get_rank() == 1:
+
+        def damaged(view, rank):
+            if view.header["step"] == 2:
+                raise CorruptionError("corrupt chunk", what="chunk")
+            return real(view, rank)
+
+        module.load_rng = damaged
+    with varvite.CheckpointManager(folder) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = {"x": torch.zeros(2)}
+        report = manager.resume(value=value)
+        return report.step, value["x"].tolist(), report.rng
+
+
+def saves_twice(folder):
+    with varvite.CheckpointManager(folder) as manager:
+        for step in (1, 2):
+            manager.save_sync(step, value={"x": torch.full((2,), float(step))})
+
+
+def test_damaged_generators_of_one_rank_are_damage_for_all(tmp_path):
+    ranks.run(2, saves_twice, tmp_path)
+    assert ranks.run(2, has_damaged_generators, tmp_path) == [(1, [1.0, 1.0], "restored")] * 2

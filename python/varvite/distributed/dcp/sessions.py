@@ -41,10 +41,12 @@ class Position(NamedTuple):
     Attributes:
         repository_id: The repository; its folder may hold another one by now.
         seq: Commit number.
+        is_saved: True where it was saved: retention may take it then, but not what a run began from.
     """
 
     repository_id: str
     seq: int
+    is_saved: bool = False
 
 
 class Session:
@@ -77,7 +79,11 @@ class Session:
         if at is not None and at.repository_id == self.engine.repository_id:
             # One that is gone or damaged is no parent, and nothing to build on.
             with contextlib.suppress(CheckpointError):
-                self.engine.adopt(self.engine.open(at.seq), False)
+                reader = self.engine.open(at.seq)
+                if at.is_saved:
+                    self.engine.follow(reader)
+                else:
+                    self.engine.adopt(reader, False)
 
     def commit(self, packs: Sequence[str]) -> Committed:
         """Publishes the snapshot of these packs, and ends the session either way."""
@@ -86,7 +92,8 @@ class Session:
         except BaseException as error:
             self.abort(error)
             raise
-        note_position(self._path, Position(self.engine.repository_id, report["header"]["seq"]))
+        at = Position(self.engine.repository_id, report["header"]["seq"], is_saved=True)
+        note_position(self._path, at)
         return report
 
     def abort(self, cause: BaseException) -> None:
