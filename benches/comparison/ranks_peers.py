@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from comparison import host
+from comparison.peers.dcp import make_stager
 from comparison.ranks_state import RankState
 from varvite import CheckpointManager, keep
 from varvite.distributed.dcp import VarviteReader, VarviteWriter
@@ -170,16 +170,7 @@ class DcpAsync(DcpSync):
     def __init__(self, folder: Path, state: RankState) -> None:
         super().__init__(folder, state)
         self._group = dist.new_group(backend="gloo")
-        # Kept for the life of the run, as it keeps the memory that it copies to; its other
-        # options all need an accelerator or a second process.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        self._stager = make_stager()
         self._pending: Future[Any] | None = None
 
     def save(self, step: int) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from varvite.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from varvite._native import SaveTensors
 
 __all__ = ["SAVE_DTYPES", "CastRules", "refuse_idle"]
 
@@ -81,12 +85,12 @@ class CastRules:
         return [list(rule) for rule in self._rules]
 
 
-def refuse_idle(patterns: Sequence[str], names: Sequence[str]) -> None:
+def refuse_idle(patterns: Sequence[str], tensors: SaveTensors) -> None:
     """Refuses a first save in which a pattern matches nothing: it would be a typing error that nobody sees.
 
     Args:
         patterns: What matched no tensor.
-        names: Names of tensors that there are.
+        tensors: What is saved.
 
     Raises:
         InvalidInputError: There is such a pattern. Lists what there is.
@@ -98,7 +102,7 @@ def refuse_idle(patterns: Sequence[str], names: Sequence[str]) -> None:
             "`optimizer.state.layers.0.weight.exp_avg`; `*` matches any characters, dots too",
             what="save_dtype",
             pattern=pattern,
-            names=list(names[:20]),
+            names=tensors.names()[:20],
         )
 
 

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from varvite.errors import CorruptionError, InvalidInputError, StoreError
+from varvite.errors import CorruptionError, InvalidInputError, SnapshotNotFoundError, StoreError
 from varvite.notices import warn
 from varvite.objects import LABELS_KEY
 from varvite.plain import type_name
+from varvite.reading import SnapshotView
 from varvite.records import SnapshotInfo
 from varvite.state import from_text, unflatten
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "all_damaged",
+    "choices",
     "falling_back",
     "info_reader",
     "make_info",
+    "open_first",
     "read_tags",
     "reference_text",
-    "skip",
     "tags_by_seq",
 ]
 
@@ -110,17 +112,43 @@ def falling_back(ref: int | str, seq: int, skipped: list[tuple[int, str]]) -> It
     """Notes a snapshot that turns out damaged, and goes on after the block; only `latest` allows that."""
     try:
         yield
+    except SnapshotNotFoundError:
+        # With `latest`, another process has removed it since it was listed.
+        if ref != "latest":
+            raise
     except (CorruptionError, StoreError) as error:
         gone = isinstance(error, StoreError) and error.errno == errno.ENOENT
         if ref != "latest" or not (gone or isinstance(error, CorruptionError)):
             raise
-        skip(seq, error, skipped)
+        skipped.append((seq, str(error)))
+        warn(f"snapshot {seq} can't be used, going back to the one before: {error}")
 
 
-def skip(seq: int, error: CorruptionError | StoreError, skipped: list[tuple[int, str]]) -> None:
-    """Notes and says that a snapshot can't be used."""
-    skipped.append((seq, str(error)))
-    warn(f"snapshot {seq} can't be used, going back to the one before: {error}")
+def choices(engine: Engine, ref: int | str) -> list[int]:
+    """Returns the commit numbers of the snapshots that a reference allows, best first.
+
+    Raises:
+        SnapshotNotFoundError: It names none; says what there is.
+    """
+    text = reference_text(ref)
+    candidates = engine.candidates() if text == "latest" else []
+    return candidates or [engine.resolve(text)]
+
+
+def open_first(engine: Engine, ref: int | str, rank: int) -> SnapshotView:
+    """Opens the best snapshot that a reference allows and that can be opened.
+
+    Raises:
+        SnapshotNotFoundError: There is none.
+        CorruptionError: It, or with `latest` every one, is damaged.
+    """
+    skipped: list[tuple[int, str]] = []
+    for seq in choices(engine, ref):
+        with falling_back(ref, seq, skipped):
+            return SnapshotView(engine, seq, rank)
+    if not skipped:
+        engine.resolve(reference_text(ref))  # raises: other processes have removed all
+    raise all_damaged(skipped)
 
 
 def all_damaged(skipped: list[tuple[int, str]]) -> CorruptionError:

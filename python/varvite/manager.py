@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from varvite.background import BackgroundSave
 from varvite.errors import CheckpointError, MismatchError, NotBuiltYetError
-from varvite.facts import all_damaged, falling_back, info_reader, reference_text
+from varvite.facts import all_damaged, choices, falling_back, info_reader
 from varvite.handles import SaveHandle
 from varvite.lifecycle import close_unheard, track
 from varvite.loading import load_rng
 from varvite.merging import BackgroundMerge
 from varvite.objects import RNG_KEYWORD
-from varvite.ranks import Alone
+from varvite.ranks import Alone, in_step
 from varvite.reading import SnapshotView
 from varvite.records import ResumeReport, SaveTimings, SnapshotInfo, Stats, SyncReport
 from varvite.repository import Ref
-from varvite.restore import in_step, restore_objects
+from varvite.restore import restore_objects
 from varvite.saving import Payload, describe_save
 from varvite.sessions import Sessions
 from varvite.settings import MergePolicy, Settings, open_engine, read_settings
@@ -265,14 +265,10 @@ class CheckpointManager(Sessions):
         }
         info = self.save_sync(step, state, **given, **objects)
         if self._ranks.decide("merge", lambda: self._settings.merge != "null"):
-            error: CheckpointError | None = None
-            try:
+            with in_step(self._peers(), "merge"):
                 if self._ranks.is_coordinator:
                     self.merge_now()
                     info = self._info(self._engine.header(info.seq))
-            except CheckpointError as failure:
-                error = failure
-            self._ranks.together("merge", error)
         return info
 
     # ---- resume --------------------------------------------------------------------------------
@@ -356,30 +352,19 @@ class CheckpointManager(Sessions):
         """Returns the numbers that a reference allows, best first, as the coordinator sees them."""
 
         def find() -> list[int]:
-            text = reference_text(ref)
-            if text != "latest":
-                return [self._engine.resolve(text)]
-            candidates = self._engine.candidates()
-            if not candidates and require:
-                self._engine.resolve(text)  # raises, and says what there is
-            return candidates
+            if ref == "latest" and not require and not self._engine.candidates():
+                return []
+            return choices(self._engine, ref)
 
         found: list[int] = self._ranks.decide("choose a snapshot", find)
         return found
 
     def _open_together(self, seq: int) -> SnapshotView:
         """Opens a snapshot on every rank, or raises on every rank."""
-        view: SnapshotView | None = None
-        error: CheckpointError | None = None
         # What the coordinator has seen is there.
         seconds = 0.0 if self._ranks.is_coordinator else VISIBLE_SECONDS
-        try:
-            view = when_visible(lambda: SnapshotView(self._engine, seq, self._settings.rank), seconds)
-        except CheckpointError as failure:
-            error = failure
-        self._ranks.together("open the snapshot", error)
-        assert view is not None  # noqa: S101 - else it has raised
-        return view
+        with in_step(self._peers(), "open the snapshot"):
+            return when_visible(lambda: self._open_view(seq), seconds)
 
     def _restore(
         self,
@@ -393,7 +378,7 @@ class CheckpointManager(Sessions):
         skipped: list[tuple[int, str]],
     ) -> ResumeReport:
         settings = self._settings
-        peers = self._ranks if settings.together else None
+        peers = self._peers()
         with in_step(peers, "read the generators"):
             self._refuse_derived(view, rank_local)
             generators = load_rng(view, settings.rank) if self._is_own(view) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-__all__ = ["Committed", "Header", "Merged", "PartReport", "Plan", "Report", "Verification"]
+__all__ = ["Committed", "Header", "Merged", "PackFigures", "PartReport", "Plan", "Report", "Verification"]
 
 
 class Header(TypedDict):
@@ -25,26 +25,9 @@ class Header(TypedDict):
     digest: str
 
 
-class Report(TypedDict):
-    """Facts of a finished save; times in seconds."""
+class PackFigures(TypedDict):
+    """What writing one rank's pack took; times in seconds."""
 
-    header: Header
-    chunk_count: int
-    reused_chunk_count: int
-    copy_seconds: float
-    encode_seconds: float
-    write_seconds: float
-    sync_seconds: float
-    commit_seconds: float
-    retention_error: str | None
-
-
-class PartReport(TypedDict):
-    """Facts of a pack that a rank has written, durable but not committed; times in seconds."""
-
-    rank: int
-    pack: str
-    length_bytes: int
     chunk_count: int
     reused_chunk_count: int
     copy_seconds: float
@@ -54,11 +37,23 @@ class PartReport(TypedDict):
 
 
 class Committed(TypedDict):
-    """Facts of a snapshot of several ranks that was committed."""
+    """Facts of a snapshot that was committed; the time in seconds."""
 
     header: Header
     commit_seconds: float
     retention_error: str | None
+
+
+class Report(PackFigures, Committed):
+    """Facts of a finished save."""
+
+
+class PartReport(PackFigures):
+    """Facts of a pack that a rank has written, durable but not committed."""
+
+    rank: int
+    pack: str
+    length_bytes: int
 
 
 class Plan(TypedDict):

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from varvite.casting import refuse_idle
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
     from varvite.settings import Settings
     from varvite.staging import Staging
 
-__all__ = ["Alone", "Json", "Started"]
+__all__ = ["Alone", "Started", "facts_of", "in_step"]
 
-Json = Any
 Started = tuple[Any, "Report | None"]
 """The job of a save that runs, and the report of one that has ended."""
 
@@ -55,7 +55,7 @@ class Alone:
         """
         payload = describe()
         self._refuse_several()
-        refuse_idle(payload.idle_patterns, payload.tensors.names())
+        refuse_idle(payload.idle_patterns, payload.tensors)
         if self._settings.casts is not None:
             self._settings.casts.settle()
         given = {**payload.labels, **payload.structures}
@@ -66,7 +66,7 @@ class Alone:
         staging.started(job)
         return job, None
 
-    def decide(self, what: str, make: Callable[[], Json]) -> Json:
+    def decide(self, what: str, make: Callable[[], Any]) -> Any:
         """Returns what the coordinator makes, on every rank.
 
         Args:
@@ -108,7 +108,32 @@ class Alone:
         )
 
 
-def facts_of(settings: Settings, version: str) -> Mapping[str, Json]:
+@contextlib.contextmanager
+def in_step(ranks: Alone | None, what: str) -> Iterator[None]:
+    """Does one phase, after which every rank goes on or none.
+
+    Args:
+        ranks: All that do the same; `None` where this one does it alone.
+        what: The phase, for messages.
+
+    Example:
+        >>> with in_step(None, "look"):
+        ...     pass
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failure:
+        if ranks is None:
+            raise
+        error = failure
+    if ranks is not None:
+        ranks.together(what, error)
+    if error is not None:
+        raise error
+
+
+def facts_of(settings: Settings, version: str) -> Mapping[str, Any]:
     """Returns what must be the same on all ranks of a run."""
     return {
         "varvite version": version,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from varvite.errors import CheckpointError, CorruptionError, InvalidInputError, SnapshotNotFoundError
-from varvite.facts import all_damaged, falling_back, make_info, read_tags, reference_text, skip
+from varvite.errors import CheckpointError, InvalidInputError
+from varvite.facts import all_damaged, choices, falling_back, make_info, open_first, read_tags, reference_text
 from varvite.loading import fill_state_dict, load_nest, load_objects, load_rng, load_tensors
 from varvite.notices import warn
 from varvite.reading import SnapshotView
@@ -106,8 +106,9 @@ class Repository:
             raise InvalidInputError(f"invalid objects: {reason}", what="objects", reason=reason)
         self._settle()
         skipped: list[tuple[int, str]] = []
-        for view in self._usable(ref, skipped):
-            with falling_back(ref, view.header["seq"], skipped):
+        for seq in choices(self._engine, ref):
+            with falling_back(ref, seq, skipped):
+                view = self._open_view(seq)
                 info = self._info(view.header)
                 if names is not None:
                     patterns = [names] if isinstance(names, str) else names
@@ -150,8 +151,9 @@ class Repository:
         self._must_be_open("load")
         self._settle()
         skipped: list[tuple[int, str]] = []
-        for view in self._usable(ref, skipped):
-            with falling_back(ref, view.header["seq"], skipped):
+        for seq in choices(self._engine, ref):
+            with falling_back(ref, seq, skipped):
+                view = self._open_view(seq)
                 found = fill_state_dict(view, state_dict, prefix)
                 return LoadReport(
                     matched=found.matched,
@@ -161,24 +163,8 @@ class Repository:
                 )
         raise all_damaged(skipped)
 
-    def _usable(self, ref: Ref, skipped: list[tuple[int, str]]) -> Iterator[SnapshotView]:
-        """Opens the snapshots that a reference allows, best first."""
-        text = reference_text(ref)
-        if text != "latest":
-            yield SnapshotView(self._engine, self._engine.resolve(text), self._settings.rank)
-            return
-        candidates = self._engine.candidates()
-        if not candidates:
-            self._engine.resolve(text)  # raises, and says what there is
-        for seq in candidates:
-            try:
-                view = SnapshotView(self._engine, seq, self._settings.rank)
-            except SnapshotNotFoundError:
-                continue  # another process removed it since it was listed
-            except CorruptionError as error:
-                skip(seq, error, skipped)
-                continue
-            yield view
+    def _open_view(self, seq: int) -> SnapshotView:
+        return SnapshotView(self._engine, seq, self._settings.rank)
 
     # ---- what there is -------------------------------------------------------------------------
 
@@ -230,10 +216,7 @@ class Repository:
 
     def _view(self, ref: Ref) -> SnapshotView:
         self._settle()
-        skipped: list[tuple[int, str]] = []
-        for view in self._usable(ref, skipped):
-            return view
-        raise all_damaged(skipped)
+        return open_first(self._engine, ref, self._settings.rank)
 
     def verify(self, ref: Ref | None = None, *, sample: float = 1.0) -> VerifyReport:
         """Reads what snapshots refer to and compares it with its digests.

@@ -6,10 +6,9 @@ agree with the snapshot. Tensors that lie dense in CPU memory are filled where t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from varvite.errors import InvalidInputError, MismatchError
 from varvite.filling import allocate_like
@@ -29,6 +28,7 @@ from varvite.optim import override_groups, plan_optimizer
 from varvite.plain import loaded
 from varvite.plans import ObjectPlan, Problems
 from varvite.rank_local import RankLocal
+from varvite.ranks import in_step
 from varvite.records import Mismatched
 from varvite.schedules import compare_schedules, learning_rates, scale_schedules
 from varvite.state import flatten, structure_names, unflatten
@@ -38,9 +38,10 @@ from varvite.tensors import TensorSpec, find_ties
 if TYPE_CHECKING:
     import torch
 
+    from varvite.ranks import Alone
     from varvite.reading import SnapshotView
 
-__all__ = ["Peers", "Restored", "in_step", "restore_objects"]
+__all__ = ["Restored", "restore_objects"]
 
 
 @dataclass
@@ -76,16 +77,6 @@ class Restored:
         }
 
 
-class Peers(Protocol):
-    """The other ranks of a restore that all of them do together; every method is called on each rank."""
-
-    def unite(self, problems: Problems) -> Problems:
-        """Returns what stands against a restore over all ranks: what one has, is unexpected on none."""
-
-    def together(self, what: str, error: Exception | None = None) -> None:
-        """Raises on every rank where one gives an error; otherwise each goes on."""
-
-
 def restore_objects(
     view: SnapshotView,
     objects: Mapping[str, Any],
@@ -95,7 +86,7 @@ def restore_objects(
     tree: SavedTree | None = None,
     in_part: bool = False,
     keep_hyper_parameters: bool = False,
-    peers: Peers | None = None,
+    peers: Alone | None = None,
     world_size: int | None = None,
     rank_local: str = "derive",
 ) -> Restored:
@@ -137,31 +128,6 @@ def restore_objects(
         restoring.read()
     with in_step(peers, "install what was read"):
         return restoring.install(settings)
-
-
-@contextlib.contextmanager
-def in_step(peers: Peers | None, what: str) -> Iterator[None]:
-    """Does one phase of a restore, after which every rank goes on or none.
-
-    Args:
-        peers: The other ranks; `None` where there are none.
-        what: The phase, for messages.
-
-    Example:
-        >>> with in_step(None, "look"):
-        ...     pass
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as failure:
-        if peers is None:
-            raise
-        error = failure
-    if peers is not None:
-        peers.together(what, error)
-    if error is not None:
-        raise error
 
 
 class _Restoring:

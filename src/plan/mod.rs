@@ -2,7 +2,7 @@
 //!
 //! Four decisions: which chunks of a save the base already holds, and what a difference may be taken
 //! against ([`Base`], [`Reuse`]); which byte ranges of which packs a load needs ([`plan_read`]); which
-//! rank writes what several hold ([`plan_writers`]); which manifest the parts of all ranks make ([`assemble`]).
+//! rank writes what several hold ([`plan_shares`]); which manifest the parts of all ranks make ([`assemble`]).
 
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ pub use base::{Base, Reuse, delta_base};
 pub use coding::{Compression, Measured, Pace, effort, tries_delta};
 pub use holdings::{Holding, decode_holdings, encode_holdings};
 pub use reading::{CastBack, Piece, ReadChunk, ReadGroup, ReadPlan, RoundedFrom, Want, plan_read};
-pub use writers::{Share, plan_shares, plan_writers};
+pub use writers::{Share, plan_shares};
 
 /// Two ranks that disagree on what has to be the same: what each of them has.
 fn disagreement(name: &str, field: &'static str, left: (u32, &str), right: (u32, &str)) -> Error {

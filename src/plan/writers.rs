@@ -19,10 +19,13 @@ pub enum Share {
     WriteAndTell,
 }
 
-/// Decides by rank what it does with each of its tensors, as [`plan_writers`].
+/// Decides by rank what it does with each of its tensors; the answer has the order of the holdings.
+///
+/// Who writes is decided by `plan_writers`.
 ///
 /// # Errors
-/// As there.
+/// [`Error::Disagreement`] where two ranks describe one entry differently; [`Error::InvalidInput`] where a
+/// rank has a name twice, or a tie to what it hasn't.
 pub fn plan_shares(holdings: &[Vec<Holding>]) -> Result<Vec<Vec<Share>>> {
     let masks = plan_writers(holdings)?;
     let rows = || holdings.iter().zip(&masks).flat_map(|(own, mask)| own.iter().zip(mask));
@@ -53,7 +56,7 @@ pub fn plan_shares(holdings: &[Vec<Holding>]) -> Result<Vec<Vec<Share>>> {
 /// # Errors
 /// [`Error::Disagreement`] where two ranks describe one entry differently; [`Error::InvalidInput`] where a
 /// rank has a name twice, or a tie to what it hasn't.
-pub fn plan_writers(holdings: &[Vec<Holding>]) -> Result<Vec<Vec<bool>>> {
+fn plan_writers(holdings: &[Vec<Holding>]) -> Result<Vec<Vec<bool>>> {
     check_descriptions(holdings)?;
     let targets = holdings.iter().map(|own| tie_targets(own)).collect::<Result<Vec<_>>>()?;
     let mut masks: Vec<Vec<bool>> = holdings.iter().map(|own| vec![false; own.len()]).collect();

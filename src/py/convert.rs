@@ -5,7 +5,7 @@ use pyo3::types::PyDict;
 
 use crate::catalog;
 use crate::format::model::Header;
-use crate::repository::{CommitReport, MergeReport, PartReport, SaveReport};
+use crate::repository::{CommitReport, MergeReport, PackFigures, PartReport, SaveReport};
 use crate::retain::Plan;
 use crate::verify::{Finding, Report};
 
@@ -32,15 +32,19 @@ pub(crate) fn header<'py>(py: Python<'py>, header: &Header) -> PyResult<Bound<'p
 pub(crate) fn report<'py>(py: Python<'py>, report: &SaveReport) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("header", header(py, &report.header)?)?;
-    dict.set_item("chunk_count", report.chunk_count)?;
-    dict.set_item("reused_chunk_count", report.reused_chunk_count)?;
-    dict.set_item("copy_seconds", report.copy_seconds)?;
-    dict.set_item("encode_seconds", report.encode_seconds)?;
-    dict.set_item("write_seconds", report.write_seconds)?;
-    dict.set_item("sync_seconds", report.sync_seconds)?;
+    add_figures(&dict, &report.figures)?;
     dict.set_item("commit_seconds", report.commit_seconds)?;
     dict.set_item("retention_error", report.retention.as_ref().err().map(|error| error.chain()))?;
     Ok(dict)
+}
+
+fn add_figures(dict: &Bound<'_, PyDict>, figures: &PackFigures) -> PyResult<()> {
+    dict.set_item("chunk_count", figures.chunk_count)?;
+    dict.set_item("reused_chunk_count", figures.reused_chunk_count)?;
+    dict.set_item("copy_seconds", figures.copy_seconds)?;
+    dict.set_item("encode_seconds", figures.encode_seconds)?;
+    dict.set_item("write_seconds", figures.write_seconds)?;
+    dict.set_item("sync_seconds", figures.sync_seconds)
 }
 
 /// Facts of a pack that a rank has written.
@@ -49,12 +53,7 @@ pub(crate) fn part<'py>(py: Python<'py>, report: &PartReport) -> PyResult<Bound<
     dict.set_item("rank", report.rank)?;
     dict.set_item("pack", &report.pack)?;
     dict.set_item("length_bytes", report.length_bytes)?;
-    dict.set_item("chunk_count", report.chunk_count)?;
-    dict.set_item("reused_chunk_count", report.reused_chunk_count)?;
-    dict.set_item("copy_seconds", report.copy_seconds)?;
-    dict.set_item("encode_seconds", report.encode_seconds)?;
-    dict.set_item("write_seconds", report.write_seconds)?;
-    dict.set_item("sync_seconds", report.sync_seconds)?;
+    add_figures(&dict, &report.figures)?;
     Ok(dict)
 }
 

@@ -38,7 +38,7 @@ pub use merging::MergeReport;
 pub use parts::{CommitReport, PartReport, PartRequest, PartSession};
 pub use receipts::Receipts;
 pub use save::{SaveReport, SaveRequest};
-pub use session::SaveSession;
+pub use session::{PackFigures, SaveSession};
 pub use snapshot::Snapshot;
 
 use chance::{holder, random_u128};

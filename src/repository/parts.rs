@@ -26,7 +26,7 @@ use crate::store::{Folder, Key, PutMode};
 use crate::write::{EntryInput, Source};
 
 use super::foundation::{Ground, PartBase, pack_table_digest};
-use super::session::{Content, Finished, SaveSession};
+use super::session::{Content, Finished, PackFigures, SaveSession};
 use super::{Access, Repository, Shared};
 
 /// What a rank writes of a snapshot.
@@ -55,18 +55,8 @@ pub struct PartReport {
     pub pack: String,
     /// Length of the pack.
     pub length_bytes: u64,
-    /// Chunks of the part.
-    pub chunk_count: u64,
-    /// Chunks that were not written because the base, or this part, had their bytes already.
-    pub reused_chunk_count: u64,
-    /// Seconds of copying the tensors.
-    pub copy_seconds: f64,
-    /// Seconds of digesting and deciding.
-    pub encode_seconds: f64,
-    /// Seconds of handing bytes to the store.
-    pub write_seconds: f64,
-    /// Seconds of waiting for the medium.
-    pub sync_seconds: f64,
+    /// What it took.
+    pub figures: PackFigures,
 }
 
 /// What the coordinator did with all parts.
@@ -104,6 +94,13 @@ pub(super) struct KeptPart {
     written: Option<WrittenPart>,
     /// Until the commit.
     hold: Option<Hold>,
+}
+
+impl KeptPart {
+    /// What the next part of its rank may refer to, once it is committed.
+    fn into_base(self) -> PartBase {
+        PartBase { generation: self.generation, base: self.base }
+    }
 }
 
 impl OpenSession {
@@ -221,7 +218,7 @@ impl Repository {
         let key = (ticket.header.session_id.clone(), rank);
         let mut state = self.shared.lock_state();
         let Some(kept) = state.parts.remove(&key).filter(|_| committed) else { return };
-        state.part_bases.insert(rank, PartBase { generation: kept.generation, base: kept.base });
+        state.part_bases.insert(rank, kept.into_base());
         if self.shared.options.access != Access::Write {
             state.current = Some(ticket.header.seq);
         }
@@ -263,27 +260,17 @@ fn write(session: SaveSession, sources: &[Source<'_>], cancelled: &AtomicBool) -
     let shared = Arc::clone(&session.shared);
     let (session_id, seq) = (session.content.header.session_id.clone(), session.seq());
     let generation = session.content.ground.generation();
-    let Finished { written, pack_name, copy_seconds, hold } = session.write(sources, cancelled)?;
-    let rank = written.part.part.rank;
-    let report = PartReport {
-        rank,
-        pack: pack_name,
-        length_bytes: written.part.pack.length_bytes,
-        chunk_count: written.chunk_count,
-        reused_chunk_count: written.reused_chunk_count,
-        copy_seconds,
-        encode_seconds: written.encode_seconds,
-        write_seconds: written.write_seconds,
-        sync_seconds: written.sync_seconds,
-    };
-    let mut body = written.part.part.body.clone();
+    let Finished { part, figures, pack_name, hold } = session.write(sources, cancelled)?;
+    let rank = part.part.rank;
+    let report = PartReport { rank, pack: pack_name, length_bytes: part.pack.length_bytes, figures };
+    let mut body = part.part.body.clone();
     if let Some(own) = body.packs.first_mut() {
-        *own = written.part.pack.clone();
+        *own = part.pack.clone();
     }
     let base = Arc::new(Base::new(seq, body, true));
     let is_coordinator = shared.options.access == Access::Write;
     // Another process keeps what the parts of other ranks refer to.
-    let (written, hold) = (is_coordinator.then_some(written.part), is_coordinator.then_some(hold));
+    let (written, hold) = (is_coordinator.then_some(part), is_coordinator.then_some(hold));
     let kept = KeptPart { base, generation, written, hold };
     shared.lock_state().parts.insert((session_id, rank), kept);
     Ok(report)
@@ -331,7 +318,7 @@ impl Shared {
         for key in older {
             let Some(kept) = state.parts.remove(&key) else { continue };
             if ticket.base.as_ref().is_some_and(|base| base.seq == kept.base.seq) {
-                state.part_bases.insert(rank, PartBase { generation: kept.generation, base: kept.base });
+                state.part_bases.insert(rank, kept.into_base());
             }
         }
         Ok(())

@@ -19,7 +19,7 @@ use crate::write::{Coding, EntryInput, Source, Written};
 
 use super::chance::{now_unix_ms, random_u128};
 use super::foundation::Ground;
-use super::session::{Content, Finished, SaveSession};
+use super::session::{Content, Finished, PackFigures, SaveSession};
 use super::{Options, Repository, Shared};
 
 /// What to save, beside the bytes.
@@ -44,18 +44,8 @@ pub struct SaveRequest {
 pub struct SaveReport {
     /// The committed snapshot.
     pub header: Arc<Header>,
-    /// Chunks of the state.
-    pub chunk_count: u64,
-    /// Chunks that were not written because the base, or this save, had their bytes already.
-    pub reused_chunk_count: u64,
-    /// Seconds of copying the tensors: what the caller waited for, and the copy of later sources.
-    pub copy_seconds: f64,
-    /// Seconds of digesting and deciding.
-    pub encode_seconds: f64,
-    /// Seconds of handing bytes to the store.
-    pub write_seconds: f64,
-    /// Seconds of waiting for the medium.
-    pub sync_seconds: f64,
+    /// What its pack took.
+    pub figures: PackFigures,
     /// Seconds of publishing the manifest.
     pub commit_seconds: f64,
     /// What retention did after the commit, or why it could not.
@@ -176,12 +166,12 @@ impl Shared {
 
     /// Commits the snapshot of a single rank.
     fn commit_alone(&self, finished: Finished) -> Result<SaveReport> {
-        let Finished { written, pack_name, copy_seconds, hold } = finished;
+        let Finished { part, figures, pack_name, hold } = finished;
         let committing = Instant::now();
-        let manifest = match commit::commit(&self.store, vec![written.part]) {
+        let manifest = match commit::commit(&self.store, vec![part]) {
             Ok(manifest) => manifest,
             Err(error) => {
-                self.drop_uncommitted(&[pack_name], &error);
+                self.drop_uncommitted(pack_name, &error);
                 return Err(error);
             }
         };
@@ -192,12 +182,7 @@ impl Shared {
         drop(hold);
         Ok(SaveReport {
             header,
-            chunk_count: written.chunk_count,
-            reused_chunk_count: written.reused_chunk_count,
-            copy_seconds,
-            encode_seconds: written.encode_seconds,
-            write_seconds: written.write_seconds,
-            sync_seconds: written.sync_seconds,
+            figures,
             commit_seconds,
             retention: self.retention_after_commit().map_err(Arc::new),
         })
@@ -257,18 +242,15 @@ impl Shared {
         }
     }
 
-    /// Removes the packs of a save whose commit failed, unless its manifest may have become visible.
-    pub(super) fn drop_uncommitted(&self, packs: &[String], error: &Error) {
-        let Some(seq) = packs.first().and_then(|name| names::parse_pack_name(name)).map(|name| name.seq)
-        else {
-            return;
-        };
+    /// Removes the pack of a save whose commit failed, unless its manifest may have become visible.
+    fn drop_uncommitted(&self, pack_name: String, error: &Error) {
+        let Some(seq) = names::parse_pack_name(&pack_name).map(|name| name.seq) else { return };
         let lost = matches!(error, Error::Conflict { .. });
         let visible = Key::new(Folder::Snapshots, &names::manifest_name(seq))
             .is_ok_and(|key| self.store.open(&key).map_or_else(|error| !error.is_not_found(), |_| true));
         if lost || !visible {
             // The save's own error is what the caller hears; recovery finds the pack if this fails.
-            let _ = self.store.delete(Folder::Packs, packs);
+            let _ = self.store.delete(Folder::Packs, &[pack_name]);
         }
     }
 

@@ -12,8 +12,9 @@ use crate::format::model::{Header, RankStructure, Replica};
 use crate::format::names;
 use crate::inflight::Hold;
 use crate::kill;
+use crate::plan::WrittenPart;
 use crate::stage::{self, Later, Staged};
-use crate::write::{EntryInput, Source, WriteJob, Written, write_pack};
+use crate::write::{EntryInput, Source, WriteJob, write_pack};
 
 use super::Shared;
 use super::chance::random_u128;
@@ -61,12 +62,29 @@ enum Place {
     Later(usize),
 }
 
+/// What writing one rank's pack took.
+#[derive(Clone, Copy, Debug)]
+pub struct PackFigures {
+    /// Chunks of the state.
+    pub chunk_count: u64,
+    /// Chunks that were not written because the base, or this save, had their bytes already.
+    pub reused_chunk_count: u64,
+    /// Seconds of copying the tensors: what the caller waited for, and the copy of later sources.
+    pub copy_seconds: f64,
+    /// Seconds of digesting and deciding.
+    pub encode_seconds: f64,
+    /// Seconds of handing bytes to the store.
+    pub write_seconds: f64,
+    /// Seconds of waiting for the medium.
+    pub sync_seconds: f64,
+}
+
 /// A pack that was written, and what keeps it from deletion.
 #[derive(Debug)]
 pub(super) struct Finished {
-    pub(super) written: Written,
+    pub(super) part: WrittenPart,
+    pub(super) figures: PackFigures,
     pub(super) pack_name: String,
-    pub(super) copy_seconds: f64,
     pub(super) hold: Hold,
 }
 
@@ -238,7 +256,15 @@ impl SaveSession {
         let written = write_pack(self.into_job(), sources, &base_packs, cancelled)?;
         drop(base_packs);
         shared.learn(&written, started.elapsed().as_secs_f64());
-        Ok(Finished { written, pack_name, copy_seconds, hold })
+        let figures = PackFigures {
+            chunk_count: written.chunk_count,
+            reused_chunk_count: written.reused_chunk_count,
+            copy_seconds,
+            encode_seconds: written.encode_seconds,
+            write_seconds: written.write_seconds,
+            sync_seconds: written.sync_seconds,
+        };
+        Ok(Finished { part: written.part, figures, pack_name, hold })
     }
 
     fn into_job(self) -> WriteJob {

@@ -486,3 +486,31 @@ def test_without_strict_a_tensor_of_another_shape_keeps_its_value_and_the_rest_i
     body = optimizer.state[live["body"].weight]["exp_avg"]
     assert_same(body, saved_optimizer.state[saved["body"].weight]["exp_avg"])
     assert_same(optimizer.state[live["head"].weight]["exp_avg"], moment)
+
+
+def test_a_snapshot_that_another_process_has_removed_since_it_was_listed_is_passed_over(
+    tmp_path, monkeypatch
+):
+    import varvite.facts
+    import varvite.repository
+    from varvite.errors import SnapshotNotFoundError
+    from varvite.reading import SnapshotView
+
+    class Removed(SnapshotView):
+        def __init__(self, engine, seq, rank):
+            if seq == 2:
+                raise SnapshotNotFoundError("it is no more")
+            super().__init__(engine, seq, rank)
+
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save_sync(step, value={"x": step})
+        for module in (varvite.facts, varvite.repository):
+            monkeypatch.setattr(module, "SnapshotView", Removed)
+        value = {"x": 0}
+        report = manager.resume(value=value)
+        assert (report.step, value, report.skipped_snapshots) == (1, {"x": 1}, [])
+        assert manager.load()["value"] == {"x": 1}
+        assert manager.info().step == 1
+        with pytest.raises(SnapshotNotFoundError):
+            manager.resume("seq:2", value=value)

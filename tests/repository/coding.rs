@@ -247,7 +247,7 @@ fn a_cast_of_the_same_values_is_not_written_again() {
     let tensor = Tensor::floats("weight", &weights(1, 4 * CHUNK_ELEMENTS)).stored_as(Dtype::Bfloat16);
     save_tensors(&repository, 1, std::slice::from_ref(&tensor)).unwrap();
     let again = save_tensors(&repository, 2, &[tensor]).unwrap();
-    assert_eq!((again.chunk_count, again.reused_chunk_count), (2, 2));
+    assert_eq!((again.figures.chunk_count, again.figures.reused_chunk_count), (2, 2));
 }
 
 #[test]

@@ -102,7 +102,7 @@ fn all_snapshots_can_be_deleted_and_numbers_go_on() {
     let repository = fresh(&store, Vec::new());
     assert_eq!(seqs(&repository), [0; 0]);
     let report = save(&repository, 3).unwrap();
-    assert_eq!((report.header.seq, report.reused_chunk_count), (3, 0));
+    assert_eq!((report.header.seq, report.figures.reused_chunk_count), (3, 0));
     assert_eq!(load(&repository, 3).unwrap(), state_at(3));
 }
 

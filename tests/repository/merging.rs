@@ -98,7 +98,7 @@ fn saves_after_a_merge_refer_to_the_new_pack_and_bring_no_old_one_back() {
     merge(&repository);
     let merged = names(&store, Folder::Packs);
     let report = save(&repository, 5).unwrap();
-    assert!(report.reused_chunk_count > 0);
+    assert!(report.figures.reused_chunk_count > 0);
     assert_eq!(packs_of(&repository, 5)[1..], merged);
     check_leftovers(&repository, 0).unwrap();
     // The new pack goes when nobody needs it.
@@ -116,7 +116,7 @@ fn the_base_stays_trusted_so_that_the_next_save_reads_nothing_back() {
     // A trusted chunk is referred to without a look: this damage is not found, and nothing is written again.
     flip(&store, &key(Folder::Packs, merged), 4_096 + 5);
     let report = save_state(&repository, 9, &state_at(3)).unwrap();
-    assert_eq!(report.chunk_count, report.reused_chunk_count);
+    assert_eq!(report.figures.chunk_count, report.figures.reused_chunk_count);
 }
 
 #[test]

@@ -157,8 +157,8 @@ fn each_rank_writes_only_what_changed_since_its_last_part() {
     let first = ranks.save(1);
     let second = ranks.save(2);
     for (first, second) in first.iter().zip(&second) {
-        assert_eq!(first.reused_chunk_count, 0);
-        assert_eq!(second.reused_chunk_count * 2, second.chunk_count);
+        assert_eq!(first.figures.reused_chunk_count, 0);
+        assert_eq!(second.figures.reused_chunk_count * 2, second.figures.chunk_count);
         assert!(second.length_bytes < first.length_bytes * 2 / 3, "{second:?}");
     }
     assert_eq!(read(&ranks.store, 2, "frozen", whole()), frozen());
@@ -301,7 +301,7 @@ fn a_rank_that_nobody_tells_learns_from_the_next_ticket() {
     assert_eq!(ranks.seqs(), [3]);
     assert_eq!(names(ranks.store.as_ref(), Folder::Packs).len(), 4, "two of the base, two of the newest");
     for report in &second[2..] {
-        assert_eq!(report.reused_chunk_count * 2, report.chunk_count, "{report:?}");
+        assert_eq!(report.figures.reused_chunk_count * 2, report.figures.chunk_count, "{report:?}");
     }
 }
 

@@ -31,12 +31,12 @@ fn only_changed_chunks_are_written() {
     let repository = fresh(&MemoryStore::new(), Vec::new());
     let mut weight = bytes("weight", 1, 10 * CHUNK + 5);
     let first = save_tensors(&repository, 1, &[bytes("frozen", 2, 20 * CHUNK), weight.clone()]).unwrap();
-    assert_eq!((first.chunk_count, first.reused_chunk_count), (31, 0));
+    assert_eq!((first.figures.chunk_count, first.figures.reused_chunk_count), (31, 0));
     assert!(first.header.self_contained);
 
     weight.bytes[4 * CHUNK] ^= 1;
     let second = save_tensors(&repository, 2, &[bytes("frozen", 2, 20 * CHUNK), weight.clone()]).unwrap();
-    assert_eq!((second.chunk_count, second.reused_chunk_count), (31, 30));
+    assert_eq!((second.figures.chunk_count, second.figures.reused_chunk_count), (31, 30));
     assert!(!second.header.self_contained);
     assert!(second.header.stored_bytes < 3 * CHUNK_BYTES, "{}", second.header.stored_bytes);
     let packs = packs_of(&repository, 2);
@@ -47,7 +47,7 @@ fn only_changed_chunks_are_written() {
 
     // A chain of deltas still points to where the bytes are, not to the snapshot before.
     let third = save_tensors(&repository, 3, &[bytes("frozen", 2, 20 * CHUNK), weight]).unwrap();
-    assert_eq!((third.chunk_count, third.reused_chunk_count), (31, 31));
+    assert_eq!((third.figures.chunk_count, third.figures.reused_chunk_count), (31, 31));
     assert_eq!(packs_of(&repository, 3).len(), 3, "its own, with no chunk, and the two others");
 }
 
@@ -57,7 +57,7 @@ fn a_chunk_that_moves_to_another_tensor_or_comes_twice_is_found() {
     save_tensors(&repository, 1, &[bytes("a", 1, CHUNK), bytes("b", 2, 100)]).unwrap();
     let moved = [bytes("c", 2, 100), bytes("d", 1, CHUNK), bytes("e", 3, 50), bytes("f", 3, 50)];
     let report = save_tensors(&repository, 2, &moved).unwrap();
-    assert_eq!((report.chunk_count, report.reused_chunk_count), (4, 3));
+    assert_eq!((report.figures.chunk_count, report.figures.reused_chunk_count), (4, 3));
     for tensor in &moved {
         assert_eq!(load_region(&repository, 2, &tensor.name, None).unwrap(), tensor.bytes);
     }
@@ -72,7 +72,7 @@ fn another_chunk_size_reuses_nothing_wrong() {
     let repository = Repository::open(Arc::new(store), larger).unwrap();
     let report = save_tensors(&repository, 2, std::slice::from_ref(&tensor)).unwrap();
     // Two chunks of 8 KiB are new; the last one, of 4 KiB, exists.
-    assert_eq!((report.chunk_count, report.reused_chunk_count), (3, 1));
+    assert_eq!((report.figures.chunk_count, report.figures.reused_chunk_count), (3, 1));
     assert_eq!(load_region(&repository, 2, "a", None).unwrap(), tensor.bytes);
 }
 
@@ -120,7 +120,11 @@ fn a_rotten_chunk_of_the_base_does_not_spread() {
 
     let repository = fresh(&store, Vec::new());
     let report = save_tensors(&repository, 2, &state).unwrap();
-    assert_eq!((report.chunk_count, report.reused_chunk_count), (3, 2), "the rotten one is written again");
+    assert_eq!(
+        (report.figures.chunk_count, report.figures.reused_chunk_count),
+        (3, 2),
+        "the rotten one is written again"
+    );
     assert_eq!(load_region(&repository, 2, "a", None).unwrap(), state[0].bytes);
     assert!(load_region(&repository, 1, "a", None).is_err());
     let findings = repository.verify(None, 1.0, &false.into()).unwrap().findings;
@@ -143,7 +147,7 @@ fn an_adopted_snapshot_is_verified_unless_it_was_already() {
         let offset = snapshot.manifest().body.entries[0].shards[0].chunks[0].offset_bytes as usize;
         flip(&store, &pack(&name), offset);
         let report = save_tensors(&repository, 2, &state).unwrap();
-        assert_eq!(report.reused_chunk_count, if verified { 2 } else { 1 });
+        assert_eq!(report.figures.reused_chunk_count, if verified { 2 } else { 1 });
         assert_eq!(report.header.parent, Some(1));
     }
 }
@@ -162,7 +166,7 @@ fn a_base_whose_pack_is_missing_or_shorter_is_written_again() {
         }
         let repository = fresh(&store, Vec::new());
         let report = save_tensors(&repository, 2, &state).unwrap();
-        assert_eq!(report.reused_chunk_count, 0);
+        assert_eq!(report.figures.reused_chunk_count, 0);
         assert_eq!(load_region(&repository, 2, "a", None).unwrap(), state[0].bytes);
     }
 }
@@ -176,6 +180,6 @@ fn a_damaged_newest_manifest_only_costs_a_full_save() {
     flip(&store, &crate::common::key(Folder::Snapshots, "1.json"), 300);
     let repository = fresh(&store, Vec::new());
     let report = crate::common::training::save(&repository, 2).unwrap();
-    assert_eq!((report.header.seq, report.reused_chunk_count), (2, 0));
+    assert_eq!((report.header.seq, report.figures.reused_chunk_count), (2, 0));
     assert_eq!(crate::common::training::load(&repository, 2).unwrap(), state_at(2));
 }

@@ -83,7 +83,7 @@ fn a_tie_is_stored_once_and_equal_tensors_are_not_tied() {
     }
     assert_eq!(report.header.raw_bytes, 2 * 8_000);
     // 8,000 bytes are two chunks; those of `c` are the same bytes again.
-    assert_eq!((report.chunk_count, report.reused_chunk_count), (4, 2));
+    assert_eq!((report.figures.chunk_count, report.figures.reused_chunk_count), (4, 2));
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn a_state_of_ten_thousand_entries_round_trips_in_one_pack() {
         .collect();
     let repository = repository();
     let report = save_tensors(&repository, 1, &tensors).unwrap();
-    assert_eq!(report.chunk_count, 10_000);
+    assert_eq!(report.figures.chunk_count, 10_000);
     assert_eq!(names(repository.store().as_ref(), Folder::Packs).len(), 1);
     let snapshot = repository.snapshot(1).unwrap();
     let entries = &snapshot.manifest().body.entries;

@@ -12,6 +12,7 @@ from comparison.workloads import State
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.checkpoint.staging import DefaultStager
 
 IN_PLACE = LoadMode("dcp.load", in_place=True)
 
@@ -52,6 +53,23 @@ class DcpSync(FilePeer):
         return target
 
 
+def make_stager() -> DefaultStager:
+    """Makes a stager to be kept for the life of a run, as it keeps the memory that it copies to.
+
+    Its other options all need an accelerator or a second process.
+    """
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+
 class DcpAsync(DcpSync):
     """`dcp.async_save`: copy in the call, write on a thread."""
 
@@ -61,18 +79,7 @@ class DcpAsync(DcpSync):
 
     def __init__(self, folder: Path, state: State) -> None:
         super().__init__(folder, state)
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        # Kept for the life of the run, as it keeps the memory that it copies to; its other
-        # options all need an accelerator or a second process.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        self._stager = make_stager()
         self._pending: Future[Any] | None = None
 
     def save(self, step: int) -> None:

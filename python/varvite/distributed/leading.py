@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from varvite.native_types import PartReport, Report
     from varvite.saving import Payload
 
-__all__ = ["Following", "Leading", "RankSave", "take_back"]
+__all__ = ["Leading", "RankSave", "take_back"]
 
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = (0.001, 0.05)
@@ -110,7 +110,14 @@ class RankSave:
         """Looks at the others while this rank writes."""
 
     def _conclude(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """Waits until it is known what becomes of all packs; returns the facts of the snapshot."""
+        try:
+            told: dict[str, Any] = json.loads(_poll(self._meeting.conclusion))
+        except CheckpointError as error:
+            if not self._meeting.is_concluded:
+                error.add_note("the snapshot may be committed all the same: snapshots() tells")
+            raise
+        return told
 
     # ---- what a handle asks --------------------------------------------------------------------
 
@@ -198,19 +205,6 @@ class Leading(RankSave):
             until = time.monotonic() + self._meeting.LOST_SECONDS
             while not self._meeting.is_heard() and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS[1])
-
-
-class Following(RankSave):
-    """The side of any other rank: it hears what became of the save."""
-
-    def _conclude(self) -> dict[str, Any]:
-        try:
-            told: dict[str, Any] = json.loads(_poll(self._meeting.conclusion))
-        except CheckpointError as error:
-            if not self._meeting.is_concluded:
-                error.add_note("the snapshot may be committed all the same: snapshots() tells")
-            raise
-        return told
 
 
 def take_back(engine: Engine, ticket: str, cause: BaseException) -> None:

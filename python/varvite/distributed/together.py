@@ -11,15 +11,15 @@ import json
 import os
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from varvite._native import plan_writers
 from varvite.casting import refuse_idle
 from varvite.distributed.coordination import Coordination
 from varvite.distributed.launch import check_alike, check_shared_folder
-from varvite.distributed.leading import Following, Leading, RankSave, take_back
+from varvite.distributed.leading import Leading, RankSave, take_back
 from varvite.errors import InternalError, MismatchError
-from varvite.ranks import Alone, Json, Started, facts_of
+from varvite.ranks import Alone, Started, facts_of, in_step
 
 if TYPE_CHECKING:
     from varvite._native import Engine
@@ -51,7 +51,7 @@ class Together(Alone):
 
     # ---- decisions -----------------------------------------------------------------------------
 
-    def decide(self, what: str, make: Callable[[], Json]) -> Json:
+    def decide(self, what: str, make: Callable[[], Any]) -> Any:
         """Returns what the coordinator makes, on every rank."""
         return json.loads(self._coordination.broadcast(what, lambda: _encode(make())))
 
@@ -74,15 +74,10 @@ class Together(Alone):
     def open(self, make: Callable[[], Engine]) -> Engine:
         """Opens the engine on the coordinator first, which makes the repository; then on the others."""
         engine: Engine | None = None
-        error: Exception | None = None
         for turn in (True, False):
-            if turn == self.is_coordinator:
-                try:
-                    engine = make()
-                except Exception as failure:  # noqa: BLE001 - raised on every rank, by `together`
-                    error = failure
-            self.together("open the repository", error)
-        assert engine is not None  # noqa: S101 - else `together` has raised
+            with in_step(self, "open the repository"):
+                engine = make() if turn == self.is_coordinator else engine
+        assert engine is not None  # noqa: S101 - one of both turns was this rank's
         if self._settings.access == "read":
             check_alike(self._coordination, {"repository_id": engine.repository_id})
         else:
@@ -117,7 +112,7 @@ class Together(Alone):
         job: RankSave | None = None
         try:
             meeting = self._coordination.meeting(session_key(ticket))
-            kind = Leading if self.is_coordinator else Following
+            kind = Leading if self.is_coordinator else RankSave
             job = kind(engine, meeting, ticket, self._settings.rank, payload.step)
             payload.tensors.write_only(mask)
             if staging is None:
@@ -138,11 +133,10 @@ class Together(Alone):
     def _agree(self, engine: Engine, describe: Callable[[], Payload]) -> tuple[Payload, str, bytes]:
         """Describes the state, and gets the ticket of a session and the mask of what this rank writes."""
         payload: Payload | None = None
-        holdings, names, begun = b"", list[str](), list[str]()
+        holdings, begun = b"", list[str]()
         mine: bytes | Exception
         try:
             payload = describe()
-            names = payload.tensors.names()
             holdings = payload.tensors.holdings()
             mine = _encode([payload.step, hashlib.sha256(holdings).hexdigest(), payload.idle_patterns])
         except Exception as error:  # noqa: BLE001 - raised on every rank, by the round
@@ -158,7 +152,8 @@ class Together(Alone):
         def decide(messages: list[bytes]) -> bytes:
             rows = [json.loads(message) for message in messages]
             refuse_other_steps([row[0] for row in rows])
-            refuse_idle(sorted(set.intersection(*(set(row[2]) for row in rows))), names)
+            assert payload is not None  # noqa: S101 - else the round has failed
+            refuse_idle(sorted(set.intersection(*(set(row[2]) for row in rows))), payload.tensors)
             plan = hashlib.sha256("".join(row[1] for row in rows).encode()).hexdigest()
             is_known = self._plan is not None and self._plan[0] == plan
             return _encode([plan, begin() if is_known else None])
@@ -225,5 +220,5 @@ def session_key(ticket: str) -> str:
     return key
 
 
-def _encode(value: Json) -> bytes:
+def _encode(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()

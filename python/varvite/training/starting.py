@@ -27,10 +27,11 @@ from varvite.module_plan import SavedName, is_extra
 from varvite.objects import SavedObject, SavedTree, kind_of, labels_in, module_state, read_tree, split_labels
 from varvite.plain import corrupt, type_name
 from varvite.plans import Problems, may_convert
+from varvite.ranks import in_step
 from varvite.reading import SnapshotView
 from varvite.records import Mismatched, ResumeReport, SnapshotInfo
 from varvite.repository import Ref, Repository
-from varvite.restore import Restored, in_step, restore_objects
+from varvite.restore import Restored, restore_objects
 from varvite.state import Json, StateDict, shown_prefix, structure_names, unflatten
 from varvite.tensors import describe
 from varvite.training.identity import Origin, RunIdentity, read_run

@@ -6,6 +6,7 @@ use super::*;
 use crate::digest::ChunkDigest;
 use crate::format::model::{BaseRef, ChunkRef, RankStructure, Shard};
 use crate::format::names::pack_name;
+use crate::format::samples;
 use crate::tensor::Dtype;
 
 const PACK_LENGTH_BYTES: u64 = 8_192;
@@ -72,19 +73,7 @@ fn rows(name: &str, shape: &[u64], rows: std::ops::Range<u64>, value: u8) -> Ent
     } else {
         vec![Shard { offsets, lengths, scale_log2: 0, chunks: vec![chunk(value, length_bytes)] }]
     };
-    Entry {
-        name: name.to_owned(),
-        rank: None,
-        dtype: Dtype::Float32,
-        stored_dtype: Dtype::Float32,
-        shape: shape.to_vec(),
-        tied_to: None,
-        rounded_from: None,
-        nonfinite: None,
-        abs_max: None,
-        l2_norm: None,
-        shards,
-    }
+    Entry { shards, ..samples::entry(name, shape, Vec::new()) }
 }
 
 fn whole(name: &str, size: u64, value: u8) -> Entry {

@@ -296,7 +296,7 @@ def test_generators_on_another_number_of_ranks_are_derived_or_refused_as_told(tm
 
 def sees_late(folder):
     """Rank 1 sees the newest snapshot only after a while, as on some network file systems."""
-    import varvite.manager as module
+    import varvite.repository as module
     from varvite.errors import SnapshotNotFoundError
 
     looks = []

@@ -16,26 +16,10 @@ import varvite
 from varvite import _native
 from varvite.errors import CheckpointError
 
-OF_ALL = [
-    "save.staged",
-    "save.first_chunk",
-    "save.footer",
-    "publish.written",
-    "publish.synced",
-    "publish.renamed",
-    "publish.folder_synced",
-]
-OF_THE_COORDINATOR = [
-    "commit.pack_durable",
-    "put.written",
-    "put.synced",
-    "put.renamed",
-    "put.folder_synced",
-    "commit.published",
-    "sweep.manifests_deleted",
-    "delete.unlinked",
-    "delete.folder_synced",
-]
+SAVED = [point for point in _native.KILL_POINTS if not point.startswith(("merge", "recover"))]
+# The save of small tensors copies nothing later.
+OF_ALL = [point for point in SAVED if point.startswith(("save", "publish")) and point != "save.copied"]
+OF_THE_COORDINATOR = [point for point in SAVED if point.startswith(("commit", "put", "sweep", "delete"))]
 ALL = [(0, point) for point in OF_ALL + OF_THE_COORDINATOR] + [(1, point) for point in OF_ALL]
 FEW = [
     (0, "save.footer"),

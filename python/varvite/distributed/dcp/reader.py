@@ -19,13 +19,11 @@ from varvite.distributed.dcp import sessions
 from varvite.distributed.dcp.catalog import Catalog, read_catalog
 from varvite.distributed.dcp.identifiers import is_reference, reference_of
 from varvite.errors import (
-    CorruptionError,
     InvalidInputError,
     MismatchError,
-    SnapshotNotFoundError,
     TensorNotFoundError,
 )
-from varvite.facts import all_damaged, make_info, read_tags, reference_text, skip
+from varvite.facts import make_info, open_first, read_tags, reference_text
 from varvite.plans import may_convert
 from varvite.reading import EntryRow, SnapshotView
 from varvite.settings import open_engine
@@ -168,7 +166,7 @@ class VarviteReader(StorageReader):  # type: ignore[misc]
         """
         del args, kwargs
         engine = open_engine(self._settings, "read")
-        view = self._choose(engine)
+        view = open_first(engine, self._ref, 0)
         return self._open(engine, view).metadata
 
     def set_up_storage_reader(
@@ -236,21 +234,6 @@ class VarviteReader(StorageReader):  # type: ignore[misc]
         return is_reference(os.fspath(checkpoint_id))
 
     # ---- which snapshot --------------------------------------------------------------------------
-
-    def _choose(self, engine: Engine) -> SnapshotView:
-        if self._ref != "latest":
-            return SnapshotView(engine, engine.resolve(self._ref), 0)
-        skipped: list[tuple[int, str]] = []
-        for seq in engine.candidates():
-            try:
-                return SnapshotView(engine, seq, 0)
-            except SnapshotNotFoundError:
-                continue  # another process removed it since it was listed
-            except CorruptionError as error:
-                skip(seq, error, skipped)
-        if not skipped:
-            engine.resolve(self._ref)  # raises, and says what there is
-        raise all_damaged(skipped)
 
     def _open(self, engine: Engine, view: SnapshotView) -> Catalog:
         catalog = read_catalog(view)
