@@ -16,13 +16,14 @@ test: check test-rust build-for-tests stubs test-python sdist ## Everything that
 
 check: $(VENV)/.tools ## Format and lints of both languages
 	$(CARGO) fmt --check
-	$(CARGO) clippy --locked --all-targets --features kill-points -- -D warnings
+	$(CARGO) clippy --locked --all-targets --features kill-points,cloud,encryption -- -D warnings
 	$(CARGO) clippy --locked --features python,kill-points -- -D warnings
+	$(CARGO) check --locked
 	$(BIN)/ruff format --check python tests/python examples benches
 	$(BIN)/ruff check python tests/python examples benches
 
 test-rust: ## The engine alone, without Python in the graph
-	$(CARGO) test --locked --features kill-points
+	$(CARGO) test --locked --features kill-points,cloud,encryption
 
 build: $(VENV)/.tools ## The extension, built into `python/varvite` and installed in the virtual environment
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked
@@ -41,7 +42,7 @@ sdist: $(VENV)/.tools ## The source distribution, built and used in an empty env
 	rm -rf target/sdist && mkdir -p target/sdist
 	$(BIN)/maturin sdist --out target/sdist
 	$(PYTHON) -m venv target/sdist/venv
-	target/sdist/venv/bin/pip install --quiet target/sdist/*.tar.gz
+	CARGO_TARGET_DIR=$(abspath target) target/sdist/venv/bin/pip install --quiet target/sdist/*.tar.gz
 	cd target/sdist && venv/bin/python -c "import varvite, tempfile; m = varvite.CheckpointManager(tempfile.mkdtemp()); m.save_sync(1, {'a': [1, 2]}); print(m.load())"
 
 bench: ## Throughput of the kernels, of casts and statistics, of the codecs, and of the join of ranks
@@ -51,7 +52,7 @@ compare: build ## Varvite beside its peers, with the machine's raw limits of the
 	$(BIN)/python benches/compare.py
 
 clean: ## Everything that was built
-	rm -rf target $(VENV) demo-run benchmark-run
+	rm -rf target $(VENV) demo-run spot-run benchmark-run
 
 $(VENV)/.tools: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comparison import host, ranks, raw_limits, repository, worker
+from comparison import buckets, host, ranks, raw_limits, repository, worker
 from comparison.figures import as_json, figures
 from comparison.measure import SETTLED_SAVES
 from comparison.peers import PEERS
@@ -31,7 +32,7 @@ from comparison.report import render
 from comparison.summary import summaries
 from comparison.workloads import WORKLOADS
 
-PARTS = (*WORKLOADS, "goodput", "training", "ratios", "ranks", "repository")
+PARTS = (*WORKLOADS, "goodput", "training", "ratios", "ranks", "buckets", "repository")
 # Measured in a training loop: what a step after a save waits for, and what saving costs a run.
 STAGINGS = ("varvite", "varvite-cow", "varvite-overlap")
 STEPPED = ("W1", "W2")
@@ -52,11 +53,14 @@ SHORT_LOADS = 3
 LIMIT_REPEATS = 3
 OPEN_RUNS = 5
 RANK_REPEAT = 3
+BUCKET_REPEAT = 3
 
 
 def main() -> int:
     """Run what was asked for; print the report; 1 if something failed to run."""
     settings = _arguments()
+    # Whoever ends a run is spared what it has written: a server of buckets holds it in memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     begin = time.perf_counter()
     run = Run(settings)
     try:
@@ -153,6 +157,9 @@ class Run:
             return
         if part == "ranks":
             self._ranks()
+            return
+        if part == "buckets":
+            self._buckets()
             return
         self._attempt("import", self._import)
         self._attempt("many snapshots", self._many_snapshots)
@@ -297,6 +304,13 @@ class Run:
         repeat = min(settings.repeat, RANK_REPEAT)
         run = ranks.RankRun(self.folder / "ranks", settings.scale, repeat, self._attempt)
         self.results["ranks"] = run.found
+        run.everything()
+
+    def _buckets(self) -> None:
+        settings = self.settings
+        repeat = min(settings.repeat, BUCKET_REPEAT)
+        run = buckets.BucketRun(self.folder / "buckets", settings.scale, repeat, self._attempt)
+        self.results["buckets"] = run.found
         run.everything()
 
     def _import(self) -> None:

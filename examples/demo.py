@@ -124,13 +124,20 @@ class Run:
         """How many steps were done more than once, each time counted."""
         return sum(len(losses) - 1 for losses in self.losses.values())
 
+    def reader(self) -> CheckpointManager:
+        """Open what the run has saved, to read."""
+        return CheckpointManager(self.repository, read_only=True)
+
+    def command(self) -> list[str]:
+        """Return the command that goes on with the run."""
+        command = [sys.executable, str(TRAIN_SCRIPT), str(self.folder)]
+        return [*command, "--steps", str(self.steps), "--seed", str(TRAIN_SEED)]
+
     def start(self) -> None:
         """Start a process that goes on with the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, str(TRAIN_SCRIPT), str(self.folder)]
-        command += ["--steps", str(self.steps), "--seed", str(TRAIN_SEED)]
         with (self.folder / "output.txt").open("ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(self.command(), stdout=output, stderr=subprocess.STDOUT)
         self.last_line_at = time.monotonic()
 
     def kill(self) -> int:
@@ -178,7 +185,7 @@ class Run:
 
     def read_snapshots(self) -> None:
         """Note the snapshots that are new; retention removes them later."""
-        with CheckpointManager(self.repository, read_only=True) as manager:
+        with self.reader() as manager:
             self.snapshots.update({info.seq: info for info in manager.snapshots()})
 
     def check_alive(self) -> None:
@@ -323,10 +330,7 @@ def has_same_bits(left: Any, right: Any) -> bool:
 
 def compare_states(reference: Run, killed: Run) -> list[Finding]:
     """Compare the final snapshots, value by value and by their digests."""
-    with (
-        CheckpointManager(reference.repository, read_only=True) as left,
-        CheckpointManager(killed.repository, read_only=True) as right,
-    ):
+    with reference.reader() as left, killed.reader() as right:
         loads = [manager.load() for manager in (left, right)]
         wanted, found = (dict(leaves({**loaded, "rng": loaded.rng})) for loaded in loads)
         infos = [manager.info() for manager in (left, right)]
@@ -375,7 +379,7 @@ def summarize(run: Run) -> dict[str, str]:
 
 def show_receipts(killed: Run, kills: list[Kill]) -> bool:
     """Print what the receipt of each resume says; return whether none tells of a break."""
-    with CheckpointManager(killed.repository, read_only=True) as manager:
+    with killed.reader() as manager:
         receipts = {receipt.number: receipt for receipt in manager.receipts()}
     rows, good = [], True
     for number, kill in enumerate(kills, 1):

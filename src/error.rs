@@ -4,7 +4,7 @@
 //! prints the chain once. There is no catch-all and no `From<io::Error>`: every place that does I/O
 //! says which operation on which object failed.
 
-use std::io;
+use std::{fmt, io};
 
 /// Result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -91,6 +91,14 @@ pub enum Error {
         /// Process, host and start time of the holder, as it wrote them.
         holder: String,
     },
+    /// What is said of a key does not fit the repository: give the right one.
+    #[error("cannot open `{root}`: {problem}")]
+    Key {
+        /// Root of the repository.
+        root: String,
+        /// What is wrong.
+        problem: KeyProblem,
+    },
     /// The bytes need another version of Varvite: upgrade.
     #[error("unsupported {what} in `{object}`: found {found}, supported: {supported}")]
     Unsupported {
@@ -153,6 +161,39 @@ pub enum Error {
     },
 }
 
+/// What is wrong with the key of a repository.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyProblem {
+    /// The repository is encrypted, and there is no key.
+    Missing,
+    /// The repository was encrypted with another key.
+    Wrong,
+    /// The repository is not encrypted, and was to be.
+    Plain,
+}
+
+impl KeyProblem {
+    /// Its name in other languages.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Missing => "missing",
+            Self::Wrong => "wrong",
+            Self::Plain => "plain",
+        }
+    }
+}
+
+impl fmt::Display for KeyProblem {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Missing => "it is encrypted, and no key is given",
+            Self::Wrong => "it is encrypted with another key than the one given",
+            Self::Plain => "it is not encrypted, and encryption is asked for",
+        })
+    }
+}
+
 impl Error {
     /// Builds [`Error::InvalidInput`].
     pub fn invalid(what: impl Into<String>, reason: impl Into<String>) -> Self {
@@ -179,6 +220,55 @@ impl Error {
             what: what.into(),
             expected: expected.to_string(),
             found: found.to_string(),
+        }
+    }
+
+    /// An error of the same kind and facts: for a failure that is kept and raised as well.
+    #[must_use]
+    pub fn copied(&self) -> Self {
+        match self {
+            Self::InvalidInput { what, reason } => {
+                Self::InvalidInput { what: what.clone(), reason: reason.clone() }
+            }
+            Self::Mismatch { name, field, expected, found } => {
+                let (name, expected, found) = (name.clone(), expected.clone(), found.clone());
+                Self::Mismatch { name, field, expected, found }
+            }
+            Self::Disagreement { name, field, ranks, left, right } => {
+                let (name, left, right) = (name.clone(), left.clone(), right.clone());
+                Self::Disagreement { name, field, ranks: *ranks, left, right }
+            }
+            Self::NotARepository { root, reason } => {
+                Self::NotARepository { root: root.clone(), reason: reason.clone() }
+            }
+            Self::SnapshotNotFound { reference, root, reason } => {
+                let (reference, root, reason) = (reference.clone(), root.clone(), reason.clone());
+                Self::SnapshotNotFound { reference, root, reason }
+            }
+            Self::TensorNotFound { name, seq, nearest } => {
+                Self::TensorNotFound { name: name.clone(), seq: *seq, nearest: nearest.clone() }
+            }
+            Self::Conflict { object, by } => Self::Conflict { object: object.clone(), by: by.clone() },
+            Self::Locked { root, holder } => Self::Locked { root: root.clone(), holder: holder.clone() },
+            Self::Key { root, problem } => Self::Key { root: root.clone(), problem: *problem },
+            Self::Unsupported { what, object, found, supported } => {
+                let (object, found, supported) = (object.clone(), found.clone(), supported.clone());
+                Self::Unsupported { what, object, found, supported }
+            }
+            Self::Corrupt { object, offset_bytes, what, expected, found } => {
+                Self::corrupt(object, *offset_bytes, what, expected, found)
+            }
+            Self::Incomplete { seq, missing_ranks } => {
+                Self::Incomplete { seq: *seq, missing_ranks: missing_ranks.clone() }
+            }
+            Self::Store { operation, object, source } => {
+                let copy = || io::Error::new(source.kind(), source.to_string());
+                let source = source.raw_os_error().map_or_else(copy, io::Error::from_raw_os_error);
+                Self::Store { operation, object: object.clone(), source }
+            }
+            Self::Poisoned { first } => Self::Poisoned { first: first.clone() },
+            Self::Interrupted => Self::Interrupted,
+            Self::Internal { what } => Self::Internal { what: what.clone() },
         }
     }
 

@@ -8,17 +8,19 @@
 //! |---|---|
 //! | bindings | `py` (feature `python`): the only place that names pyo3 |
 //! | background of saves | [`saver`]: saves on a thread of their own |
-//! | background | [`merger`]: merges on a thread of their own |
+//! | background | [`merger`], [`syncer`]: merges, and the way to the bucket, on threads of their own |
 //! | facade | [`repository`]: repository, save session, snapshot; clock and randomness |
+//! | act on two places | [`sync`]: a folder and its bucket |
 //! | act on all | [`recover`], [`sweep`], [`verify`], [`merge`]: what concerns the whole repository |
 //! | act on one | [`stage`], [`write`], [`read`], [`commit`]: what makes or reads one snapshot |
 //! | know | [`inflight`], [`listing`]: who reads or writes what, and which snapshots there are |
 //! | choose | [`retain`], [`compact`]: pure, as what they rest on |
 //! | decide | [`plan`], [`catalog`]: pure functions |
 //! | code | [`codec`]: raw bytes to stored bytes and back |
+//! | bytes, encrypted | [`encrypted`]: a store whose objects only a key opens |
 //! | bytes | [`format`], [`store`] |
 //! | values | [`region`], [`cast`], [`statistics`] |
-//! | ground | [`tensor`], [`float`], [`digest`], [`threads`], [`batch`], [`kill`], [`watchdog`] |
+//! | ground | [`tensor`], [`float`], [`digest`], [`crypt`], [`threads`], [`batch`], [`kill`], [`watchdog`], [`process`] |
 //! | machine | [`kernel`]: what is written for the processor, or is unsafe |
 //! | errors | [`error`] |
 //!
@@ -39,7 +41,9 @@ pub mod catalog;
 pub mod codec;
 pub mod commit;
 pub mod compact;
+pub mod crypt;
 pub mod digest;
+pub mod encrypted;
 pub mod error;
 pub mod float;
 pub mod format;
@@ -50,6 +54,7 @@ pub mod listing;
 pub mod merge;
 pub mod merger;
 pub mod plan;
+pub mod process;
 pub mod read;
 pub mod recover;
 pub mod region;
@@ -60,6 +65,8 @@ pub mod stage;
 pub mod statistics;
 pub mod store;
 pub mod sweep;
+pub mod sync;
+pub mod syncer;
 pub mod tensor;
 pub mod threads;
 pub mod verify;

@@ -96,9 +96,9 @@ fn finish(store: &Arc<dyn Store>, packs: &[String]) -> Result<Option<BTreeSet<St
 }
 
 fn is_there(store: &dyn Store, record: &PackRecord) -> bool {
-    Key::new(Folder::Packs, &record.name)
-        .and_then(|key| store.open(&key))
-        .is_ok_and(|object| object.length_bytes() == record.length_bytes)
+    let Ok(key) = Key::new(Folder::Packs, &record.name) else { return false };
+    store.is_at_hand(&key)
+        && store.open(&key).is_ok_and(|object| object.length_bytes() == record.length_bytes)
 }
 
 /// Reads the part in a pack's footer; `None` where the pack was written by a merge.

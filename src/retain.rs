@@ -92,6 +92,8 @@ pub struct Protected {
     pub resumed_from: Option<u64>,
     /// Snapshots that an open reader of this process holds.
     pub held: HashSet<u64>,
+    /// Snapshots that don't lie yet everywhere they are to lie.
+    pub unpushed: HashSet<u64>,
 }
 
 /// Decides over all snapshots; `headers` ascend by seq. Without rules everything is kept.
@@ -118,6 +120,9 @@ pub fn plan(headers: &[Arc<Header>], rules: &[Rule], protected: &Protected) -> P
     }
     for seq in &protected.held {
         keep(*seq, "held by a reader".to_owned());
+    }
+    for seq in &protected.unpushed {
+        keep(*seq, "not pushed yet".to_owned());
     }
     for rule in rules {
         for (seq, reason) in kept_by(rule, &listed) {
@@ -247,15 +252,16 @@ mod tests {
     }
 
     #[test]
-    fn pins_readers_the_resumed_and_the_healthy_one_stay() {
-        let mut headers = run(&[1, 2, 3, 4, 5, 6]);
-        for sick in [4, 5] {
+    fn pins_readers_the_resumed_the_unpushed_and_the_healthy_one_stay() {
+        let mut headers = run(&[1, 2, 3, 4, 5, 6, 7]);
+        for sick in [5, 6] {
             Arc::make_mut(&mut headers[sick]).nonfinite.insert("w".to_owned(), 1);
         }
         let protected = Protected {
             tags: BTreeMap::from([(1, vec!["release".to_owned()])]),
             resumed_from: Some(2),
             held: HashSet::from([3]),
+            unpushed: HashSet::from([4]),
         };
         let plan = plan(&headers, &[Rule::Last { count: 1 }], &protected);
         let reasons: Vec<_> = plan.kept.iter().map(|(seq, _, reasons)| (*seq, reasons.join(", "))).collect();
@@ -265,8 +271,9 @@ mod tests {
                 (1, "tag release".to_owned()),
                 (2, "resumed from".to_owned()),
                 (3, "held by a reader".to_owned()),
-                (4, "newest healthy".to_owned()),
-                (6, "newest, last(1)".to_owned()),
+                (4, "not pushed yet".to_owned()),
+                (5, "newest healthy".to_owned()),
+                (7, "newest, last(1)".to_owned()),
             ]
         );
     }

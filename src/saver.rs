@@ -10,6 +10,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::merger::Merger;
 use crate::repository::{PartReport, PartSession, SaveReport, SaveSession};
+use crate::syncer::Syncer;
 use crate::threads::guarded;
 
 /// What became of a save; shared, because it is raised at more than one call.
@@ -33,14 +34,23 @@ struct Progress<R> {
 
 impl Job {
     /// Starts the thread that copies what the session has not, writes and commits it, and then tells the
-    /// merger.
+    /// merger, and the syncer if there is one.
     ///
     /// # Errors
     /// [`Error::Store`] where the system refuses a thread; nothing was saved then.
-    pub fn start(session: SaveSession, merger: Arc<Merger>) -> Result<Arc<Self>> {
+    pub fn start(
+        session: SaveSession,
+        merger: Arc<Merger>,
+        syncer: Option<Arc<Syncer>>,
+    ) -> Result<Arc<Self>> {
         let (seq, is_copied) = (session.seq(), !session.awaits_copy());
         let steps = (SaveSession::copy_later as CopyStep<_>, SaveSession::run as RunStep<_, _>);
-        Self::spawn(seq, is_copied, session, steps, move |is_saved| merger.notice(is_saved))
+        Self::spawn(seq, is_copied, session, steps, move |is_saved| {
+            merger.notice(is_saved);
+            if let Some(syncer) = &syncer {
+                syncer.notice(is_saved);
+            }
+        })
     }
 }
 

@@ -17,6 +17,14 @@ use crate::error::{Error, Result};
 #[derive(Debug, Default)]
 pub struct Spares<T>(Mutex<Vec<T>>);
 
+impl<T> Spares<T> {
+    /// Keeps none yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+}
+
 impl<T: Default> Spares<T> {
     /// A spare value, or a new one.
     pub fn take(&self) -> T {
@@ -41,18 +49,86 @@ impl<T: Default> Spares<T> {
     }
 }
 
+/// A value that is built when first needed, and again in a forked child: for what owns threads or sockets.
+#[derive(Debug)]
+pub struct PerProcess<T>(Mutex<Option<(u32, Arc<T>)>>);
+
+impl<T> PerProcess<T> {
+    /// Holds nothing yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    /// The value of this process.
+    ///
+    /// # Errors
+    /// Those of `build`.
+    pub fn get(&self, build: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let process = std::process::id();
+        if let Some((owner, value)) = kept.as_ref()
+            && *owner == process
+        {
+            return Ok(Arc::clone(value));
+        }
+        let value = Arc::new(build()?);
+        // The threads and sockets of a parent's value are not ours: dropping it would signal to nobody.
+        std::mem::forget(kept.replace((process, Arc::clone(&value))));
+        Ok(value)
+    }
+}
+
+impl<T> Default for PerProcess<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Does the same with each item on up to so many threads, this one among them: for what waits for a network, not
+/// for what computes.
+///
+/// # Errors
+/// The first that an item gave; those that were not begun by then are left out.
+pub fn for_each_waiting<T: Sync>(
+    items: &[T],
+    thread_count: usize,
+    work: impl Fn(&T) -> Result<()> + Sync,
+) -> Result<()> {
+    let next = Mutex::new(items.iter());
+    let failure: Mutex<Option<Error>> = Mutex::new(None);
+    let lock_failure = || failure.lock().unwrap_or_else(PoisonError::into_inner);
+    let run = || {
+        loop {
+            let taken = next.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(item) = taken.filter(|_| lock_failure().is_none()) else { return };
+            if let Err(error) = guarded(|| work(item)) {
+                lock_failure().get_or_insert(error);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..thread_count.min(items.len()) {
+            // Where the system refuses a thread there is one less.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, run);
+        }
+        run();
+    });
+    failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
 /// A lazily built pool of a fixed number of threads.
 #[derive(Debug)]
 pub struct Threads {
     count: usize,
-    built: Mutex<Option<(u32, Arc<ThreadPool>)>>,
+    built: PerProcess<ThreadPool>,
 }
 
 impl Threads {
     /// A pool of `count` threads (at least one); starts nothing.
     #[must_use]
     pub fn new(count: usize) -> Self {
-        Self { count: count.max(1), built: Mutex::new(None) }
+        Self { count: count.max(1), built: PerProcess::new() }
     }
 
     /// Number of threads the pool has once it is built.
@@ -66,22 +142,13 @@ impl Threads {
     /// # Errors
     /// [`Error::Store`] where the system refuses threads.
     pub fn pool(&self) -> Result<Arc<ThreadPool>> {
-        let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
-        let process = std::process::id();
-        if let Some((owner, pool)) = built.as_ref()
-            && *owner == process
-        {
-            return Ok(Arc::clone(pool));
-        }
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(self.count)
-            .thread_name(|index| format!("varvite-{index}"))
-            .build()
-            .map_err(|error| Error::store("start threads of", "the pool")(std::io::Error::other(error)))?;
-        let pool = Arc::new(pool);
-        // The threads of a parent's pool don't exist here: dropping it would signal to nobody.
-        std::mem::forget(built.replace((process, Arc::clone(&pool))));
-        Ok(pool)
+        self.built.get(|| {
+            ThreadPoolBuilder::new()
+                .num_threads(self.count)
+                .thread_name(|index| format!("varvite-{index}"))
+                .build()
+                .map_err(|error| Error::store("start threads of", "the pool")(std::io::Error::other(error)))
+        })
     }
 }
 

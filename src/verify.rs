@@ -9,8 +9,8 @@ use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::format::model::Manifest;
-use crate::plan::{ReadChunk, Want, plan_read};
-use crate::read::{OpenPacks, Worker, read_footer};
+use crate::plan::{ReadChunk, ReadShape, Want, plan_read};
+use crate::read::{OpenPacks, Worker, read_footer, shape_of};
 use crate::store::{Folder, Key, Store};
 use crate::tensor::Region;
 use crate::threads::{Spares, Threads};
@@ -105,7 +105,8 @@ pub fn verify(
             .collect();
         let packs = OpenPacks::open(store, &manifest.body, readable.iter().copied())?;
         let chunks = new_chunks(manifest, &readable, sample, &mut users);
-        check_chunks(threads, manifest, &packs, &chunks, cancelled, report)?;
+        let shape = shape_of(store, &manifest.body)?;
+        check_chunks(threads, (manifest, &packs), &chunks, shape, cancelled, report)?;
     }
     for finding in &mut report.findings {
         let place = (finding.object.clone(), finding.offset_bytes);
@@ -148,7 +149,7 @@ fn new_chunks(manifest: &Manifest, readable: &[u32], sample: f64, users: &mut Us
         .enumerate()
         .map(|(entry, found)| Want { entry, region: Region::whole(&found.shape), target: entry })
         .collect();
-    plan_read(&manifest.body, &wants)
+    plan_read(&manifest.body, &wants, ReadShape::FILE)
         .groups
         .into_iter()
         .flat_map(|group| group.chunks)
@@ -174,11 +175,12 @@ fn is_sampled(chunk: &ReadChunk, sample: f64) -> bool {
     f64::from(position) < sample * 4_294_967_296.0
 }
 
+/// Checks chunks; where reads are slow, each is announced before its turn.
 fn check_chunks(
     threads: &Threads,
-    manifest: &Manifest,
-    packs: &OpenPacks,
+    (manifest, packs): (&Manifest, &OpenPacks),
     chunks: &[ReadChunk],
+    shape: ReadShape,
     cancelled: &AtomicBool,
     report: &mut Report,
 ) -> Result<()> {
@@ -186,9 +188,14 @@ fn check_chunks(
     let checked_bytes = AtomicU64::new(0);
     let errors = Mutex::new(Vec::new());
     threads.pool()?.install(|| {
-        chunks.par_iter().try_for_each(|chunk| {
+        chunks.par_iter().enumerate().try_for_each(|(index, chunk)| {
             if cancelled.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
+            }
+            if shape.is_slow
+                && let Some(later) = chunks.get(index + shape.ahead_count)
+            {
+                packs.announce(later)?;
             }
             match workers.lend(|worker| worker.check(packs, &manifest.body, chunk)) {
                 Ok(()) => {

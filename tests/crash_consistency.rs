@@ -21,6 +21,8 @@ use varvite::store::{Folder, Key, Listed, Published, PutMode, ReadAt, StagedWrit
 const SAVE_AFTER_FAILURE: u64 = 90;
 const NEXT_STEP: u64 = 100;
 
+const RECEIPTS: &str = "receipts: the first, another, and one replaced";
+
 type Work = fn(&mut Run<'_>) -> Result<()>;
 
 /// An operation to be hit, and what was there before.
@@ -97,7 +99,7 @@ static SCENARIOS: [Scenario; 11] = [
         least_steps: 7,
     },
     Scenario {
-        name: "receipts: the first, another, and one replaced",
+        name: RECEIPTS,
         prepare: |run| {
             run.save(1)?;
             run.write_receipt("\"old\"")
@@ -154,9 +156,13 @@ struct Prepared {
 
 impl Prepared {
     fn of(scenario: &Scenario) -> Self {
+        Self::dressed(scenario, PLAIN)
+    }
+
+    fn dressed(scenario: &Scenario, dress: Dress) -> Self {
         let disk = SimStore::new();
         let mut journal = Journal::default();
-        let repository = open(Arc::new(disk.clone()), Vec::new()).unwrap();
+        let repository = open(dress(disk.clone()), Vec::new()).unwrap();
         do_work(&repository, &mut journal, None, scenario.prepare).unwrap();
         Self { disk, journal }
     }
@@ -318,6 +324,19 @@ fn no_fault_at_any_step_loses_or_tears_a_snapshot() {
     for scenario in &SCENARIOS {
         let state_count = hit_every_step(scenario, &Prepared::of(scenario), PLAIN).unwrap();
         // Each step in each mode, looked at three times, and the runs without a fault.
+        assert!(state_count >= (scenario.least_steps + 1) * 3 * Mode::ALL.len() as u64);
+    }
+}
+
+/// Each kind of object in each way in which it is written; that of a pack are fewer and longer writes.
+#[cfg(feature = "encryption")]
+#[test]
+fn no_fault_at_any_step_loses_or_tears_an_encrypted_snapshot() {
+    let dress: Dress = |disk| Arc::new(common::encrypted(Arc::new(disk)));
+    for name in ["save with retention that deletes", "pin and unpin", "merge", RECEIPTS] {
+        let scenario = scenario(name);
+        let scenario = Scenario { least_steps: scenario.least_steps / 2, ..*scenario };
+        let state_count = hit_every_step(&scenario, &Prepared::dressed(&scenario, dress), dress).unwrap();
         assert!(state_count >= (scenario.least_steps + 1) * 3 * Mode::ALL.len() as u64);
     }
 }

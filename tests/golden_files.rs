@@ -5,6 +5,8 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panic")]
 
+#[path = "golden/bucket.rs"]
+mod bucket;
 #[path = "golden/coded.rs"]
 mod coded;
 #[path = "golden/generate.rs"]
@@ -16,6 +18,8 @@ use generate::{REPOSITORY_ID, payload};
 use varvite::codec::{self, Scratch};
 use varvite::digest::ChunkDigest;
 use varvite::error::Error;
+use varvite::format::journal::{Journal, Removals, UploadNote};
+use varvite::format::lease::Lease;
 use varvite::format::manifest;
 use varvite::format::marker::Marker;
 use varvite::format::model::{Codec, Manifest, PackRecord};
@@ -55,6 +59,10 @@ const GOLDEN: &[(&str, &[u8])] = golden![
     "ranks/4-r0-000000000000002a.pack",
     "ranks/4-r1-000000000000002a.pack",
     "ranks/ticket.json",
+    "bucket/lease.json",
+    "bucket/journal.json",
+    "bucket/removals.json",
+    "bucket/upload.json",
 ];
 
 /// Compressed bytes depend on the release of zstd, so only what they hold is compared.
@@ -85,6 +93,14 @@ fn made() -> Vec<(String, Vec<u8>)> {
     made.push(("coded.json".to_owned(), coded::manifest()));
     made.extend(coded::chunks());
     made.extend(ranks::files());
+    for (name, bytes) in [
+        ("lease", bucket::lease().encode()),
+        ("journal", bucket::journal().encode()),
+        ("removals", bucket::removals().encode()),
+        ("upload", bucket::upload().encode()),
+    ] {
+        made.push((format!("bucket/{name}.json"), bytes.unwrap()));
+    }
     made
 }
 
@@ -137,6 +153,7 @@ fn the_small_objects_are_read() {
             format_version: 1,
             reader_flags: 0,
             writer_flags: 0,
+            key_check: None,
             repository_id: REPOSITORY_ID.to_owned()
         }
     );
@@ -237,6 +254,18 @@ fn a_ticket_is_read() {
     assert_eq!((ticket.header.seq, ticket.header.step, ticket.header.world_size), (4, 40, 2));
     assert_eq!((ticket.chunk_bytes, ticket.generation.as_str()), (4_096, "golden.0"));
     assert_eq!(ticket.base.unwrap().seq, 2);
+}
+
+#[test]
+fn what_goes_with_a_bucket_is_read() {
+    let lease = Lease::decode("lease.json", golden("bucket/lease.json")).unwrap();
+    assert_eq!(lease, bucket::lease());
+    let journal = Journal::decode("sync/journal.json", golden("bucket/journal.json")).unwrap();
+    assert_eq!(journal, bucket::journal());
+    let removals = Removals::decode("sync/removals.json", golden("bucket/removals.json")).unwrap();
+    assert_eq!(removals, bucket::removals());
+    let upload = UploadNote::decode("sync/upload.json", golden("bucket/upload.json")).unwrap();
+    assert_eq!(upload, bucket::upload());
 }
 
 #[test]

@@ -5,6 +5,9 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panic")]
 
+#[path = "golden/bucket.rs"]
+mod bucket;
+
 use std::collections::BTreeMap;
 
 use proptest::collection::{btree_map, vec};
@@ -12,6 +15,8 @@ use proptest::prelude::*;
 use serde_json::value::RawValue;
 use varvite::digest::ChunkDigest;
 use varvite::error::{Error, Result};
+use varvite::format::journal::{Journal, Removals, UploadNote};
+use varvite::format::lease::Lease;
 use varvite::format::manifest;
 use varvite::format::marker::Marker;
 use varvite::format::model::{Body, ChunkRef, Codec, Entry, Header, PackRecord, Part, RankStructure, Shard};
@@ -315,6 +320,30 @@ fn each_flipped_bit_of_a_small_object_is_refused() {
     each_flip_is_refused(&receipt, 0..receipt.len(), |bytes| Receipt::decode("receipts/3.json", bytes));
 }
 
+/// A decoder, for whether it takes the bytes.
+type Takes = fn(&[u8]) -> Result<()>;
+
+/// A lease and the objects of a sync journal, with their decoders.
+fn of_a_bucket() -> [(Vec<u8>, Takes); 4] {
+    [
+        (bucket::lease().encode().unwrap(), |bytes| Lease::decode("lease.json", bytes).map(drop)),
+        (bucket::journal().encode().unwrap(), |bytes| Journal::decode("sync/journal.json", bytes).map(drop)),
+        (bucket::removals().encode().unwrap(), |bytes| {
+            Removals::decode("sync/removals.json", bytes).map(drop)
+        }),
+        (bucket::upload().encode().unwrap(), |bytes| UploadNote::decode("uploads/x", bytes).map(drop)),
+    ]
+}
+
+#[test]
+fn each_flipped_bit_and_each_truncation_of_what_goes_with_a_bucket_is_refused() {
+    for (bytes, takes) in of_a_bucket() {
+        takes(&bytes).unwrap();
+        each_flip_is_refused(&bytes, 0..bytes.len(), takes);
+        each_truncation_is_refused(&bytes, takes);
+    }
+}
+
 #[test]
 fn each_flipped_bit_of_a_pack_outside_its_chunks_is_refused() {
     for entry_count in [2, 30] {
@@ -400,6 +429,7 @@ proptest! {
         prop_assert!(Marker::decode(&bytes).is_err());
         prop_assert!(Tag::decode("tags/best", &bytes).is_err());
         prop_assert!(Receipt::decode("receipts/3.json", &bytes).is_err());
+        prop_assert!(of_a_bucket().iter().all(|(_, takes)| takes(&bytes).is_err()));
         prop_assert!(pack::decode_header("packs/x", &bytes).is_err());
         prop_assert!(pack::decode_trailer("packs/x", object_length_bytes, &bytes).is_err());
         let trailer =

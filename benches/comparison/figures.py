@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from comparison.buckets_report import BUCKET_FIGURES, BucketFigure
 from comparison.peers import PEERS
 from comparison.ranks_report import RANK_FIGURES, RankFigure
 from comparison.summary import (
@@ -349,6 +350,11 @@ def _of_ranks(figure: RankFigure) -> Row:
     return name, target, lambda found: measure(found.results["ranks"])
 
 
+def _of_buckets(figure: BucketFigure) -> Row:
+    name, target, measure = figure
+    return name, target, lambda found: measure(found.results["buckets"])
+
+
 def _ahead_rows() -> tuple[Row, ...]:
     return tuple(
         (f"{workload} {what} against the best peer", "faster", _ahead(workload, what))
@@ -387,4 +393,5 @@ _FIGURES: tuple[Row, ...] = (
     ("a save among 10,000 snapshots against 10", f"<= {GROWTH_LIMIT} x", _cost_of_many),
     ("import varvite", "<= 60 ms", _import),
     *map(_of_ranks, RANK_FIGURES),
+    *map(_of_buckets, BUCKET_FIGURES),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from comparison.buckets_report import render_buckets
 from comparison.figures import MIB, figures
 from comparison.peers import PEERS
 from comparison.ranks_report import render_ranks
@@ -58,6 +59,8 @@ def render(results: dict[str, Any]) -> str:
         sections.append(_ratios(results["ratios"]))
     if "ranks" in results:
         sections.append(render_ranks(results["ranks"], table))
+    if "buckets" in results:
+        sections.append(render_buckets(results["buckets"], table))
     if "repository" in results:
         sections.append(_repository(results))
     if results["failures"]:

@@ -155,8 +155,8 @@ def summarize_layer(found: dict[str, Any]) -> LayerSummary:
     alike = _differences(taken["layer alike"], taken["plain alike"])
     return LayerSummary(
         plain_seconds=statistics.median(taken["plain"]),
-        added=_median(_turn_medians(_differences(whole, alike), found["turn_steps"])),
-        whole_added=_median(_turn_medians(whole, found["turn_steps"])),
+        added=median_of(_turn_medians(_differences(whole, alike), found["turn_steps"])),
+        whole_added=median_of(_turn_medians(whole, found["turn_steps"])),
     )
 
 
@@ -166,7 +166,8 @@ def _turn_medians(seconds: list[float], turn_steps: int) -> list[float]:
     ]
 
 
-def _median(values: list[float]) -> Median:
+def median_of(values: list[float]) -> Median:
+    """The median with what it lies between at 95 %."""
     ordered, count = sorted(values), len(values)
     # Ranks between which a median lies, from the normal approximation of the binomial distribution.
     reach = 1.96 * math.sqrt(count) / 2

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHES = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 900.0
 SHOWN_LINES = 15
 
 
@@ -22,11 +22,16 @@ class MeasurementError(Exception):
     """A worker did not end well; the message is the end of what it printed."""
 
 
-def run(kind: str, arguments: dict[str, Any]) -> Any:
-    """Run one measurement in a fresh process and return its result."""
+def run(
+    kind: str,
+    arguments: dict[str, Any],
+    module: str = __name__,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Any:
+    """Run one measurement in a fresh process and return its result; `module` is what knows the kind."""
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
-        command = [sys.executable, "-m", __name__, kind, json.dumps(arguments), str(result_path)]
+        command = [sys.executable, "-m", module, kind, json.dumps(arguments), str(result_path)]
         try:
             process = subprocess.run(
                 command,
@@ -35,7 +40,7 @@ def run(kind: str, arguments: dict[str, Any]) -> Any:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                timeout=TIMEOUT_SECONDS,
+                timeout=timeout_seconds,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:

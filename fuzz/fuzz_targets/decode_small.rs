@@ -1,7 +1,9 @@
-//! Marker, tag, receipt, and the names of objects.
+//! Marker, tag, receipt, what goes with a bucket, and the names of objects.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use varvite::format::journal::{Journal, Removals, UploadNote};
+use varvite::format::lease::Lease;
 use varvite::format::marker::Marker;
 use varvite::format::names;
 use varvite::format::receipt::Receipt;
@@ -27,6 +29,16 @@ fuzz_target!(|bytes: &[u8]| {
         assert_eq!(again.content.get(), receipt.content.get());
         assert_eq!((again.number, again.seq), (receipt.number, receipt.seq));
     }
+    if let Ok(lease) = Lease::decode("lease.json", bytes) {
+        let again = lease.encode().expect("what was read can be written");
+        assert_eq!(Lease::decode("lease.json", &again).expect("so it is read"), lease);
+    }
+    if let Ok(note) = UploadNote::decode("uploads/x", bytes) {
+        let again = note.encode().expect("what was read can be written");
+        assert_eq!(UploadNote::decode("uploads/x", &again).expect("so it is read"), note);
+    }
+    let _ = Journal::decode("sync/journal.json", bytes);
+    let _ = Removals::decode("sync/removals.json", bytes);
     let Ok(name) = std::str::from_utf8(bytes) else { return };
     let _ = validate_tag_name(name);
     if let Some(parsed) = names::parse_pack_name(name) {
@@ -37,6 +49,12 @@ fuzz_target!(|bytes: &[u8]| {
     }
     if let Some(seq) = names::parse_tombstone_name(name) {
         assert_eq!(names::tombstone_name(seq), name);
+    }
+    if let Some(pack) = names::parse_upload_name(name) {
+        assert_eq!(names::upload_name(pack), name);
+    }
+    if let Some(tag) = names::parse_untag_name(name) {
+        assert_eq!(names::untag_name(tag), name);
     }
     if let Some(number) = names::parse_receipt_name(name) {
         assert_eq!(names::receipt_name(number), name);

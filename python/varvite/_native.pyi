@@ -1,10 +1,22 @@
 """The engine: classes of the Rust core, used through `varvite.CheckpointManager`."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from varvite.native_types import Committed, Header, Merged, PartReport, Plan, Report, Verification
+from varvite.native_types import (
+    Clear,
+    Committed,
+    Header,
+    Merged,
+    PartReport,
+    Plan,
+    Pulled,
+    Report,
+    Synced,
+    SyncFigures,
+    Verification,
+)
 
 __all__ = [
     "Engine",
@@ -17,6 +29,9 @@ __all__ = [
     "__version__",
     "describe_dense",
     "plan_writers",
+    "probe",
+    "pull",
+    "read_clear",
 ]
 
 __version__: str
@@ -38,6 +53,50 @@ def plan_writers(holdings: Sequence[bytes]) -> list[bytes]:
 
     Raises:
         MismatchError: Ranks describe a tensor in different ways; names it and the ranks.
+    """
+
+def pull(
+    folder: str | os.PathLike[str],
+    remote: str,
+    credentials: Callable[[], Mapping[str, Any]] | None,
+    seqs: Sequence[int],
+    moved: Callable[[int], None] | None = None,
+    key: bytes | None = None,
+) -> Pulled:
+    """Copies snapshots of a bucket into a folder that is empty or of the same repository, newest first.
+
+    Args:
+        folder: The folder.
+        remote: What `varvite.buckets.read_remote` made of the bucket.
+        credentials: As of `Engine`.
+        seqs: Commit numbers; what is there already is not read again.
+        moved: Told now and then how many bytes have come so far.
+        key: Key of an encrypted repository.
+    """
+
+def read_clear(
+    path: str | os.PathLike[str] | None,
+    remote: str | None = None,
+    credentials: Callable[[], Mapping[str, Any]] | None = None,
+) -> Clear | None:
+    """What an encrypted repository shows without its key; `None` where it is not encrypted.
+
+    Nothing of it is verified: only the key tells whether it is true.
+
+    Args:
+        path: The folder; `None` for a bucket alone.
+        remote: What `varvite.buckets.read_remote` made of the bucket.
+        credentials: As of `Engine`.
+
+    Raises:
+        NotARepositoryError: There is none.
+    """
+
+def probe(remote: str, credentials: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:
+    """What a bucket was seen to do, and how fast it is; it needs to hold no repository.
+
+    Raises:
+        StoreError: It can't be reached, or lacks what a run needs of it.
     """
 
 @final
@@ -125,7 +184,7 @@ class Engine:
 
     def __new__(
         cls,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         *,
         access: str,
         chunk_bytes: int,
@@ -137,7 +196,30 @@ class Engine:
         world_size: int,
         compression: str,
         delta: bool,
-    ) -> Engine: ...
+        remote: str | None = None,
+        credentials: Callable[[], Mapping[str, Any]] | None = None,
+        key: bytes | None = None,
+        encrypt: bool = False,
+    ) -> Engine:
+        """Opens a repository in a folder, in a folder with a bucket behind it, or to read in a bucket.
+
+        Args:
+            path: The folder; `None` where the bucket is read without one.
+            access: `write`, `rank`, `tag` or `read`.
+            chunk_bytes: Unit of reuse and verification.
+            threads: Threads that copy, digest and read.
+            sync: Whether what is written is made durable.
+            rules: Retention rules as JSON.
+            merge: The merge policy as JSON.
+            rank: This rank.
+            world_size: Number of ranks.
+            compression: How chunks are coded.
+            delta: Whether a chunk may be a difference.
+            remote: What `varvite.buckets.read_remote` made of the bucket.
+            credentials: Gives `access_key_id`, `secret_access_key`, maybe `session_token`, `expires_at`.
+            key: Key of an encrypted repository.
+            encrypt: Makes a new repository an encrypted one, and refuses one that is not.
+        """
     @property
     def root(self) -> str:
         """The root, for messages."""
@@ -248,6 +330,14 @@ class Engine:
         """Raises the oldest failure of a merge in the background that was not raised yet."""
     def take_merge_findings(self) -> list[tuple[str, int, str, list[int]]]:
         """Damage that merges in the background met: (object, offset in bytes, what, steps) of each, once."""
+    def sync_now(self) -> Synced:
+        """Waits for a push that runs, then pushes everything that the bucket lacks."""
+    def sync_state(self) -> SyncFigures | None:
+        """What is known of the bucket; `None` where there is none, or this engine doesn't write."""
+    def raise_sync_failure(self) -> None:
+        """Raises what the last push failed of, if it failed."""
+    def stop_sync(self) -> None:
+        """Ends the push that runs, starts no more, and lets go of the place in the bucket."""
     def verify(self, seq: int | None, sample: float) -> Verification:
         """Checks one snapshot, or all."""
     def close(self) -> None:

@@ -9,9 +9,9 @@ import time
 from collections import deque
 
 from varvite.errors import CheckpointError
+from varvite.figures import SaveStats, Stats
 from varvite.handles import SaveHandle
 from varvite.notices import warn
-from varvite.records import SaveStats, Stats
 
 __all__ = ["BackgroundSave"]
 

@@ -6,6 +6,7 @@ They are methods of `CheckpointManager`; `varvite.training.starting` does the wo
 from __future__ import annotations
 
 import os
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from varvite.records import ResumeReport
@@ -155,7 +156,7 @@ class Beginnings(Repository):
             rank=self._settings.rank,
             ranks=self._peers(),
             world_size=self._settings.world_size,
-            default_name=self._settings.path.name,
+            default_name=PurePosixPath(self._settings.place).name,
             name=name,
             pin=pin,
             strict=strict,

@@ -31,12 +31,12 @@ __all__ = [
     "CheckpointError",
     "CommitConflictError",
     "CorruptionError",
+    "EncryptionKeyError",
     "IncompleteSaveError",
     "InternalError",
     "InvalidInputError",
     "MismatchError",
     "NotARepositoryError",
-    "NotBuiltYetError",
     "RepositoryLockedError",
     "SessionPoisonedError",
     "SnapshotNotFoundError",
@@ -231,6 +231,23 @@ class IncompleteSaveError(CheckpointError):
     missing_ranks: list[int] | None = None
 
 
+class EncryptionKeyError(CheckpointError, PermissionError):
+    """The key does not fit the repository, or there is none: give the right one.
+
+    Attributes:
+        root: Root of the repository.
+        problem: `missing` (it is encrypted, and no key is given), `wrong` (it is encrypted with another),
+            `plain` (it is not encrypted, and was to be) or `unavailable` (the key can't be got where it
+            was to come from).
+        reason: For `unavailable`: why.
+    """
+
+    FACTS: ClassVar[tuple[str, ...]] = ("root", "problem", "reason")
+    root: str | None = None
+    problem: str | None = None
+    reason: str | None = None
+
+
 class UnsupportedFormatError(CheckpointError, NotImplementedError):
     """The bytes need another version of Varvite or of a library: upgrade.
 
@@ -246,23 +263,6 @@ class UnsupportedFormatError(CheckpointError, NotImplementedError):
     object: str | None = None
     found: str | None = None
     supported: str | None = None
-
-
-class NotBuiltYetError(CheckpointError, NotImplementedError):
-    """The contract names this, and this version does not have it yet. Leave the argument out, or upgrade.
-
-    Attributes:
-        what: The argument or method.
-
-    Example:
-        >>> raise NotBuiltYetError("not built yet in this version: remote", what="remote")
-        Traceback (most recent call last):
-            ...
-        varvite.errors.NotBuiltYetError: not built yet in this version: remote
-    """
-
-    FACTS: ClassVar[tuple[str, ...]] = ("what",)
-    what: str | None = None
 
 
 class CorruptionError(CheckpointError):
@@ -351,6 +351,7 @@ BY_KIND: dict[str, type[CheckpointError]] = {
     "TensorNotFound": TensorNotFoundError,
     "Conflict": CommitConflictError,
     "Locked": RepositoryLockedError,
+    "Key": EncryptionKeyError,
     "Unsupported": UnsupportedFormatError,
     "Corrupt": CorruptionError,
     "Incomplete": IncompleteSaveError,
@@ -460,6 +461,24 @@ def _hint_locked(facts: Mapping[str, Any]) -> str:
     return "wait until the other process ends, or open with read_only=True"
 
 
+_KEY_HINTS = {
+    "missing": (
+        "set VARVITE_KEY to the key, 64 hex digits or base64, or VARVITE_KEY_COMMAND to a command that "
+        'prints it, or pass encryption={"command": [...]}'
+    ),
+    "wrong": "give the key it was made with: without that nothing in it can be read",
+    "plain": (
+        "leave encryption out to go on in the clear, or choose another place: a repository is encrypted from "
+        "its making on, or never"
+    ),
+    "unavailable": "make the key available where this process runs, then open it again",
+}
+
+
+def _hint_key(facts: Mapping[str, Any]) -> str:
+    return _KEY_HINTS[facts.get("problem") or "missing"]
+
+
 def _hint_store(facts: Mapping[str, Any]) -> str | None:
     return _STORE_HINTS.get(facts.get("errno"))
 
@@ -486,6 +505,7 @@ def _always(text: str) -> Callable[[Mapping[str, Any]], str]:
 _HINTS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "Mismatch": _hint_mismatch,
     "Disagreement": _hint_disagreement,
+    "Key": _hint_key,
     "NotARepository": _always("check the path; the first save to an empty folder makes a repository"),
     "SnapshotNotFound": _hint_snapshot_not_found,
     "TensorNotFound": _hint_tensor_not_found,

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
 from varvite.errors import InvalidInputError
+from varvite.sizes import parse_bytes
 
 __all__ = ["Keep", "best", "daily", "every", "hourly", "last", "max_bytes", "tagged", "within"]
 
 _COUNT_LIMIT: Final = 1 << 31
-_BYTES_LIMIT: Final = 1 << 62
 _HOUR_MILLISECONDS: Final = 3_600_000
 _DAY_MILLISECONDS: Final = 24 * _HOUR_MILLISECONDS
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,9 @@ def max_bytes(size: int | str) -> Keep:
         >>> max_bytes("1.5GB").rules()
         [{'rule': 'max_bytes', 'bytes': 1500000000}]
     """
-    length_bytes = _bytes(size)
+    length_bytes = parse_bytes(size)
+    if length_bytes is None:
+        raise _refuse("size", size, "a whole number of bytes from 1, or a text such as `200GB` or `1.5TiB`")
     call = f"max_bytes({json.dumps(size)})"
     return _policy(call, rule="max_bytes", bytes=length_bytes)
 
@@ -220,21 +220,3 @@ def _count(what: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _COUNT_LIMIT:
         raise _refuse(what, value, "a whole number from 1")
     return value
-
-
-def _bytes(size: object) -> int:
-    legal = "a whole number of bytes from 1, or a text such as `200GB` or `1.5TiB`"
-    length_bytes = size
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size)
-        if match is None:
-            raise _refuse("size", size, legal)
-        number, unit, binary = match.groups()
-        factor = (1024 if binary else 1000) ** (" kmgtp".index(unit.lower()) if unit else 0)
-        whole, _, fraction = number.partition(".")
-        length_bytes = int(whole) * factor + int(fraction or 0) * factor // 10 ** len(fraction)
-    if not isinstance(length_bytes, int) or isinstance(length_bytes, bool):
-        raise _refuse("size", size, legal)
-    if not 1 <= length_bytes < _BYTES_LIMIT:
-        raise _refuse("size", size, legal)
-    return length_bytes

@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from varvite.background import BackgroundSave
-from varvite.errors import CheckpointError, MismatchError, NotBuiltYetError
+from varvite.errors import CheckpointError, MismatchError
 from varvite.facts import all_damaged, choices, falling_back, info_reader
+from varvite.figures import Stats
 from varvite.handles import SaveHandle
 from varvite.lifecycle import close_unheard, track
 from varvite.loading import load_rng
@@ -20,13 +21,14 @@ from varvite.merging import BackgroundMerge
 from varvite.objects import RNG_KEYWORD
 from varvite.ranks import Alone, in_step
 from varvite.reading import SnapshotView
-from varvite.records import ResumeReport, SaveTimings, SnapshotInfo, Stats, SyncReport
+from varvite.records import ResumeReport, SaveTimings, SnapshotInfo
 from varvite.repository import Ref
 from varvite.restore import restore_objects
 from varvite.saving import Payload, describe_save
 from varvite.sessions import Sessions
 from varvite.settings import MergePolicy, Settings, open_engine, read_settings
 from varvite.staging import make_staging
+from varvite.syncing import BackgroundSync
 from varvite.training import rng as rng_state
 from varvite.visibility import VISIBLE_SECONDS, when_visible
 
@@ -38,13 +40,15 @@ __all__ = ["CheckpointManager", "MergePolicy"]
 
 
 class CheckpointManager(Sessions):
-    """Saves and restores the state of one training run in one folder.
+    """Saves and restores the state of one training run in one folder, and a bucket behind it.
 
     One process at a time writes to a folder; others read it with `read_only=True`. A manager is used
     from one thread. Under several ranks each rank makes its own.
 
     Args:
-        path: Folder, or `file://` url. It is made, with a repository in it, if it is absent or empty.
+        path: Folder, or `file://` url. It is made, with a repository in it, if it is absent or empty. Or the
+            url of a bucket and a prefix, `s3://`, `gs://` or `az://`: saves then go to a folder in the cache
+            first (`spool` of the options) and are pushed from there; `read_only=True` needs no folder.
         keep: What to keep (`varvite.keep`); `None` keeps everything. Applied after each commit.
         save_dtype: A narrower dtype to store floats in (`fp64`, `fp32`, `fp16`, `bf16`, `fp8_e4m3`,
             `fp8_e5m2`), or a dict of such by name or glob, of which the first that matches decides
@@ -67,9 +71,12 @@ class CheckpointManager(Sessions):
             Device tensors go to pinned memory on a side stream; with `overlap` only the device waits.
         async_save: Whether `save` returns before the snapshot is durable.
         merge: When old packs are rewritten in the background after a save; `None` for only by `merge_now`.
-        remote: A bucket to push to; not built yet.
-        sync_every: Push every so many snapshots.
-        remote_options: Options of the bucket.
+        remote: Url of a bucket that snapshots are pushed to behind the training loop, and read from where the
+            folder lacks them. A bucket that is slow or away fails no save: `stats` tells, and `sync_now`,
+            `save_final` and `close` raise it.
+        sync_every: Push after every so many commits everything that the bucket lacks.
+        remote_options: Options of the bucket, as the guide "Buckets" lists them: `endpoint`, `region`,
+            `credentials`, `bandwidth`, `lease_seconds`, ...
         rank: This process's rank, or `auto` for the launcher's.
         world_size: Number of ranks, or `auto`.
         process_group: A `torch.distributed` group to agree over.
@@ -78,13 +85,23 @@ class CheckpointManager(Sessions):
         chunk_bytes: Unit of reuse and verification in raw bytes, a power of two.
         fsync: `False` gives up durability against power loss, for tests.
         read_only: Changes nothing, not even leftovers of a crash, and needs no lock.
+        encryption: Encrypts what is written, and refuses a repository that is not encrypted: it is so from
+            its making on, or never. The key, 32 random bytes, comes from the variable `VARVITE_KEY` (64 hex
+            digits or base64) or the output of the command in `VARVITE_KEY_COMMAND` with `True`; from another
+            variable with `{"env": "NAME"}`; from a command with `{"command": [...]}`; or it is given,
+            `{"key": bytes}`. By default an encrypted repository opens by the key of the environment. Without
+            the key nothing can be read: keep it apart from the snapshots, and keep it.
         on_error: What the next call does with a failed background save: `raise` it, or `warn`.
 
     Raises:
         InvalidInputError: An argument is not legal.
         NotARepositoryError: The folder holds something else, or nothing and `read_only` is set.
-        RepositoryLockedError: Another process writes here.
+        RepositoryLockedError: Another process writes here, or to the bucket.
         UnsupportedFormatError: A newer version wrote here.
+        StoreError: The bucket can't be reached, and the folder is empty: whether this is a fresh start can't
+            be known.
+        CommitConflictError: The folder holds snapshots whose numbers the bucket has from another writer.
+        EncryptionKeyError: It is encrypted, and the key is missing or another; or it is not, and was to be.
 
     Example:
         >>> import tempfile, torch
@@ -121,6 +138,7 @@ class CheckpointManager(Sessions):
         fsync: bool = True,
         read_only: bool = False,
         on_error: str = "raise",
+        encryption: bool | dict[str, Any] | None = None,
     ) -> None:
         """Opens or makes the repository."""
         arguments = {name: value for name, value in locals().items() if name not in ("self", "path")}
@@ -132,11 +150,13 @@ class CheckpointManager(Sessions):
         self._background = BackgroundSave(on_error=self._settings.on_error, profile=self._settings.profile)
         self._closed = False
         track(self)
+        self._syncing.warn_of_discarded()
 
     def _open(self, access: str) -> Engine:
         settings = self._settings
         self._engine = open_engine(settings, access)
         self._merging = BackgroundMerge(self._engine, on_error=settings.on_error)
+        self._syncing = BackgroundSync(self._engine)
         return self._engine
 
     # ---- save ----------------------------------------------------------------------------------
@@ -176,6 +196,7 @@ class CheckpointManager(Sessions):
         Raises:
             InvalidInputError: An argument or a value of the state can't be saved; names its path.
             CheckpointError: An earlier background save failed; this one was not started.
+            CommitConflictError: Another writer has taken the bucket over.
         """
         given = (step, state, metrics, metadata, objects)
         in_background = self._settings.async_save
@@ -217,6 +238,7 @@ class CheckpointManager(Sessions):
         started = time.perf_counter()
         self._must_be_open("save")
         queue_seconds = self._background.wait()
+        self._syncing.warn_once()
         settings = self._settings
         staging = self._staging if in_background else None
 
@@ -253,9 +275,13 @@ class CheckpointManager(Sessions):
         rank_local: Collection[str] = (),
         **objects: Any,
     ) -> SnapshotInfo:
-        """Saves for the last time, and merges if the manager has a policy; arguments and errors as `save`.
+        """Saves for the last time, merges if the manager has a policy, and pushes; arguments as `save`.
 
-        The snapshot is durable when it returns. Where only the merge failed, the snapshot is there.
+        The snapshot is durable when it returns, and whole in the bucket if there is one. Where only the
+        merge or the push failed, the snapshot is here.
+
+        Raises:
+            StoreError: The bucket can't be reached, or refuses.
         """
         given: dict[str, Any] = {
             "metrics": metrics,
@@ -269,6 +295,8 @@ class CheckpointManager(Sessions):
                 if self._ranks.is_coordinator:
                     self.merge_now()
                     info = self._info(self._engine.header(info.seq))
+        if self._settings.remote is not None:
+            self._push()
         return info
 
     # ---- resume --------------------------------------------------------------------------------
@@ -440,10 +468,6 @@ class CheckpointManager(Sessions):
         rng_state.derive(int(info.digest[:16], 16), settings.rank, info.step)
         return "derived", []
 
-    def sync_now(self) -> SyncReport:
-        """Pushes to the bucket; not built yet."""
-        raise _not_built("sync_now")
-
     # ---- waiting and the end -------------------------------------------------------------------
 
     def flush(self, timeout: float | None = None) -> None:
@@ -458,13 +482,15 @@ class CheckpointManager(Sessions):
         """
         self._must_be_open("flush")
         self._background.wait(timeout)
+        self._syncing.warn_once()
         self._background.raise_failure()
         self._merging.raise_failure()
 
     def close(self) -> None:
-        """Waits for saves, ends a merge, releases the lock, and raises what no call has raised yet.
+        """Waits for saves, ends a merge, pushes, releases the lock, and raises what no call has raised yet.
 
-        What an ended merge has done stays done; the next one goes on. Closing again does nothing.
+        What an ended merge has done stays done; the next one goes on. What the bucket lacks is pushed; if the
+        last push has failed it isn't tried again, but raised. Closing again does nothing.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -472,13 +498,18 @@ class CheckpointManager(Sessions):
         # files of the save that still runs.
         self._background.wait()
         self._merging.stop()
+        with contextlib.ExitStack() as failures:
+            failures.callback(self._background.raise_failure)
+            failures.callback(self._merging.raise_failure)
+            failures.callback(self._end)
+            self._syncing.finish()
+
+    def _end(self) -> None:
+        self._syncing.stop()
         self._closed = True
         self._staging.close()
         self._engine.close()
         self._ranks.close()
-        with contextlib.ExitStack() as failures:
-            failures.callback(self._background.raise_failure)
-            failures.callback(self._merging.raise_failure)
 
     def __del__(self) -> None:
         """Waits for the save that runs: a manager that goes out of scope must not lose it."""
@@ -499,12 +530,13 @@ class CheckpointManager(Sessions):
             error.add_note(f"a save failed as well: {type(failure).__name__}: {failure}")
 
     def __repr__(self) -> str:
-        return f"CheckpointManager({str(self._settings.path)!r})"
+        return f"CheckpointManager({self._settings.place!r})"
 
     def stats(self) -> Stats:
         """Returns figures of all saves of this manager that have ended."""
         stats = self._background.stats()
-        return dataclasses.replace(stats, errors=stats.errors + self._merging.errors())
+        errors = stats.errors + self._merging.errors()
+        return dataclasses.replace(stats, errors=errors, sync=self._syncing.state())
 
     def print_stats(self) -> None:
         """Prints the figures of `stats`. Never raises, whatever the console."""
@@ -534,18 +566,21 @@ def _ranks_of(settings: Settings) -> Alone:
     return Together(settings)
 
 
-def open_for_tags(path: str | os.PathLike[str]) -> CheckpointManager:
+def open_for_tags(
+    path: str | os.PathLike[str], remote_options: Mapping[str, Any] | None = None
+) -> CheckpointManager:
     """Opens a repository only to read, and to add and remove names.
 
-    It needs no lock, so that a person can pin beside a run that saves. For the command line.
+    It needs no lock, so that a person can pin beside a run that saves. For the command line and forks.
+
+    Args:
+        path: Folder, or url of a bucket.
+        remote_options: Options of the bucket.
 
     Raises:
         NotARepositoryError: There is no repository here.
     """
-    manager = CheckpointManager(path, read_only=True, rank=0, world_size=1)
+    options = None if remote_options is None else dict(remote_options)
+    manager = CheckpointManager(path, read_only=True, remote_options=options, rank=0, world_size=1)
     manager._open("tag")  # noqa: SLF001 - the other way to open one, in the file of its class
     return manager
-
-
-def _not_built(what: str, **facts: Any) -> NotBuiltYetError:
-    return NotBuiltYetError(f"not built yet in this version: {what}", what=what, **facts)

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-__all__ = ["Committed", "Header", "Merged", "PackFigures", "PartReport", "Plan", "Report", "Verification"]
+__all__ = [
+    "Clear",
+    "ClearSnapshot",
+    "Committed",
+    "Header",
+    "Merged",
+    "PackFigures",
+    "PartReport",
+    "Plan",
+    "Pulled",
+    "Report",
+    "SyncFigures",
+    "Synced",
+    "Verification",
+]
 
 
 class Header(TypedDict):
@@ -79,3 +93,59 @@ class Merged(TypedDict):
     freed_bytes: int
     stood_down: str | None
     findings: list[tuple[str, int, str, list[int]]]
+
+
+class ClearSnapshot(TypedDict):
+    """What an encrypted snapshot shows without the key."""
+
+    seq: int
+    step: int
+    created_at_unix_ms: int
+    world_size: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+class Clear(TypedDict):
+    """What an encrypted repository shows without the key; `damaged` are commit numbers, and why."""
+
+    snapshots: list[ClearSnapshot]
+    damaged: list[tuple[int, str]]
+
+
+class Synced(TypedDict):
+    """What a push did."""
+
+    pushed_objects: int
+    pushed_bytes: int
+    removed_objects: int
+    pending_objects: int
+
+
+class SyncFigures(TypedDict):
+    """What is known of a bucket: the fields of `varvite.figures.SyncState`."""
+
+    url: str
+    is_running: bool
+    newest_pushed_seq: int | None
+    unpushed: list[int]
+    discarded: list[int]
+    pending_objects: int
+    pending_bytes: int
+    moved_bytes: int
+    pushed_objects: int
+    pushed_bytes: int
+    removed_objects: int
+    pending_removals: int
+    last_error: str | None
+    lease_epoch: int | None
+    fenced_by: str | None
+
+
+class Pulled(TypedDict):
+    """What a pull did: commit numbers that came, and that were here, objects and bytes that came."""
+
+    pulled: list[int]
+    known: list[int]
+    pulled_objects: int
+    pulled_bytes: int

@@ -25,10 +25,8 @@ __all__ = [
     "Removed",
     "ResumeReport",
     "RetentionPlan",
-    "SaveStats",
     "SaveTimings",
     "SnapshotInfo",
-    "Stats",
     "SyncReport",
     "VerifyReport",
     "format_bytes",
@@ -461,72 +459,6 @@ class EntryInfo:
     def __str__(self) -> str:
         """Returns one line."""
         return f"{self.name} {self.dtype} {list(self.shape)} {format_bytes(self.raw_bytes)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveStats:
-    """Facts of one save that is durable.
-
-    Attributes:
-        step: Training step.
-        seq: Commit number.
-        timings: Where its time went.
-        raw_bytes: Bytes of the state.
-        stored_bytes: Bytes written.
-        chunk_count: Number of chunks of the state.
-        reused_chunk_count: How many of them lay in the repository already.
-    """
-
-    step: int
-    seq: int
-    timings: SaveTimings
-    raw_bytes: int
-    stored_bytes: int
-    chunk_count: int
-    reused_chunk_count: int
-
-    def __str__(self) -> str:
-        """Returns one line."""
-        return (
-            f"step {self.step}: {format_bytes(self.raw_bytes)}, stored {format_bytes(self.stored_bytes)}, "
-            f"reused {self.reused_chunk_count} of {self.chunk_count} chunks; {self.timings}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    """What a manager has done since it was made.
-
-    Attributes:
-        saves: The saves that are durable, oldest first.
-        save_count: Number of saves that are durable; more than `saves` lists if old ones were dropped.
-        raw_bytes: Bytes of all their states.
-        stored_bytes: Bytes written by them.
-        blocked_seconds: Time the caller waited in `save`.
-        queue_seconds: Part of it: waiting for an earlier save.
-        errors: Texts of the saves that failed, oldest first, then those of merges in the background.
-    """
-
-    saves: list[SaveStats] = field(default_factory=list)
-    save_count: int = 0
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    blocked_seconds: float = 0.0
-    queue_seconds: float = 0.0
-    errors: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        """Returns the summary."""
-        return self.summary()
-
-    def summary(self) -> str:
-        """Returns a line for each save, one of totals, and one for each failure."""
-        totals = (
-            f"{self.save_count} saves: {format_bytes(self.raw_bytes)}, "
-            f"stored {format_bytes(self.stored_bytes)}; blocked {self.blocked_seconds:.3f} s, "
-            f"of which queue {self.queue_seconds:.3f} s"
-        )
-        return "\n".join([*map(str, self.saves), totals, *(f"failed: {text}" for text in self.errors)])
 
 
 def format_bytes(length_bytes: int) -> str:

@@ -14,6 +14,7 @@ from varvite.errors import CheckpointError, InvalidInputError
 from varvite.facts import all_damaged, choices, falling_back, make_info, open_first, read_tags, reference_text
 from varvite.loading import fill_state_dict, load_nest, load_objects, load_rng, load_tensors
 from varvite.notices import warn
+from varvite.ranks import in_step
 from varvite.reading import SnapshotView
 from varvite.records import (
     EntryInfo,
@@ -27,6 +28,7 @@ from varvite.records import (
     ResumeReport,
     RetentionPlan,
     SnapshotInfo,
+    SyncReport,
     VerifyReport,
 )
 from varvite.training.receipts import conclude, read_receipts, write_receipt
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from varvite.native_types import Header
     from varvite.ranks import Alone
     from varvite.settings import Settings
+    from varvite.syncing import BackgroundSync
     from varvite.training.receipts import Receipt
 
 __all__ = ["Ref", "Repository"]
@@ -55,6 +58,7 @@ class Repository:
     _settings: Settings
     _background: BackgroundSave
     _merging: BackgroundMerge
+    _syncing: BackgroundSync
     _process: int
     _ranks: Alone
     _receipt: Receipt | None = None  # of what was restored last
@@ -301,6 +305,32 @@ class Repository:
         self._merging.wait()
         self._merging.raise_failure()
         return self._merging.now()
+
+    def sync_now(self) -> SyncReport:
+        """Waits for the save that runs, then pushes everything that the bucket lacks, and waits for that.
+
+        Under several ranks all call it; the coordinator pushes. Ctrl-C ends it, and what was sent stays sent.
+
+        Returns:
+            What this push did; nothing is pending then.
+
+        Raises:
+            InvalidInputError: The manager has no bucket.
+            StoreError: The bucket can't be reached, or refuses.
+            CommitConflictError: Another writer has taken the bucket over; this manager writes nothing more.
+            CheckpointError: A background save failed and no call has raised it yet.
+        """
+        self._must_be_open("push")
+        self._settle()
+        self._background.raise_failure()
+        return self._push()
+
+    def _push(self) -> SyncReport:
+        report = SyncReport()
+        with in_step(self._peers(), "push"):
+            if self._ranks.is_coordinator:
+                report = self._syncing.now()
+        return report
 
     # ---- receipts ------------------------------------------------------------------------------
 

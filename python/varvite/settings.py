@@ -11,15 +11,16 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from varvite._native import Engine
+from varvite.buckets import Remote, is_bucket_url, read_remote, spool_folder
 from varvite.casting import SAVE_DTYPES, CastRules
-from varvite.errors import InvalidInputError, NotBuiltYetError
+from varvite.encryption import KeySource, read_encryption
+from varvite.errors import InvalidInputError
 from varvite.keep import Keep
 from varvite.plain import loaded
 
 __all__ = ["MergePolicy", "Settings", "joined_distributed", "open_engine", "read_settings"]
 
 _LEGAL_PATHS = "a folder, or a url file://, s3://, gs:// or az://"
-_REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Settings:
     """The checked arguments of a manager.
 
     Attributes:
-        path: Folder of the repository.
+        path: Folder of the repository; of one in a bucket, that of its spool.
+        remote: The bucket, if there is one.
+        is_direct: Whether the bucket is read without a folder.
         rules: Retention rules as JSON, `[]` for none.
         merge: The merge policy as JSON, `null` for none.
         async_save: Whether `save` returns before the snapshot is durable.
@@ -73,9 +76,12 @@ class Settings:
         together: Whether they do so by `torch.distributed`: saves and resumes are collective.
         process_group: The group whose ranks these are; `None` for all.
         profile: Whether a line of timings is written for each save.
+        encryption: Where the key of an encrypted repository comes from.
     """
 
     path: Path
+    remote: Remote | None
+    is_direct: bool
     rules: str
     merge: str
     async_save: bool
@@ -93,6 +99,13 @@ class Settings:
     together: bool
     process_group: Any
     profile: bool
+    encryption: KeySource
+
+    @property
+    def place(self) -> str:
+        """What a person calls the repository: the url of one that lives in a bucket, else its folder."""
+        is_in_bucket = self.remote is not None and (self.is_direct or self.remote.is_spooled)
+        return self.remote.url if self.remote is not None and is_in_bucket else str(self.path)
 
     @property
     def is_coordinator(self) -> bool:
@@ -109,10 +122,9 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
 
     Raises:
         InvalidInputError: A value is not legal; the message lists what is.
-        NotBuiltYetError: A value is legal, but what it asks for is not built yet.
     """
     _check_choices(arguments)
-    _check_not_built(arguments)
+    folder, remote = _places(path, arguments)
     rank, world_size, together = _topology(
         arguments["rank"], arguments["world_size"], arguments["process_group"]
     )
@@ -121,7 +133,9 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
     if keep is not None and not isinstance(keep, Keep):
         raise _refuse("keep", keep, "a policy of `varvite.keep`, such as `keep.last(3)`, or None")
     return Settings(
-        path=_folder(path),
+        path=folder,
+        remote=remote,
+        is_direct=arguments["read_only"] and is_bucket_url(path),
         rules=json.dumps([] if keep is None else keep.rules()),
         merge=json.dumps(None if merge is None else asdict(merge)),
         async_save=bool(arguments["async_save"]),
@@ -139,6 +153,7 @@ def read_settings(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
         together=together,
         process_group=arguments["process_group"],
         profile=os.environ.get("VARVITE_PROFILE", "0") not in ("", "0"),
+        encryption=read_encryption(arguments["encryption"]),
     )
 
 
@@ -157,9 +172,15 @@ def open_engine(
         NotARepositoryError: The folder holds something else, or nothing and it is opened to read.
         RepositoryLockedError: Another process writes here.
         UnsupportedFormatError: A newer version wrote here.
+        StoreError: The bucket can't be reached, and the folder doesn't say what there is.
+        CommitConflictError: The folder holds snapshots that the bucket has from another writer.
+        EncryptionKeyError: It is encrypted with another key, or is not and was to be.
     """
+    remote = settings.remote
     return Engine(
-        settings.path,
+        None if settings.is_direct else settings.path,
+        remote=None if remote is None else remote.text,
+        credentials=None if remote is None else remote.credentials,
         access=access,
         chunk_bytes=settings.chunk_bytes,
         threads=settings.threads,
@@ -170,6 +191,8 @@ def open_engine(
         world_size=settings.world_size if world_size is None else world_size,
         compression=settings.compression,
         delta=settings.delta,
+        key=settings.encryption.fetch(settings.place),
+        encrypt=settings.encryption.is_required,
     )
 
 
@@ -209,14 +232,21 @@ def _check_choices(arguments: Mapping[str, Any]) -> None:
         raise _refuse("merge", merge, "a MergePolicy or None")
 
 
-def _check_not_built(arguments: Mapping[str, Any]) -> None:
-    wishes = {
-        "remote": arguments["remote"] is not None,
-        "remote_options": arguments["remote_options"] is not None,
-    }
-    for name, wished in wishes.items():
-        if wished:
-            raise NotBuiltYetError(f"not built yet in this version: {name}={arguments[name]!r}", what=name)
+def _places(path: str | os.PathLike[str], arguments: Mapping[str, Any]) -> tuple[Path, Remote | None]:
+    """The folder and the bucket of a run."""
+    remote, options = arguments["remote"], arguments["remote_options"]
+    if options is not None and not isinstance(options, Mapping):
+        raise _refuse("remote_options", options, "a dict or None")
+    is_spooled = is_bucket_url(path)
+    if is_spooled and remote is not None:
+        raise _refuse("remote", remote, "None where the path is the url of a bucket itself")
+    url = os.fspath(path) if is_spooled else remote
+    if url is None:
+        if options is not None:
+            raise _refuse("remote_options", sorted(options), "None where there is no bucket")
+        return _folder(path), None
+    bucket = read_remote(url, options, sync_every=arguments["sync_every"], is_spooled=is_spooled)
+    return spool_folder(url, options) if is_spooled else _folder(path), bucket
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
@@ -224,10 +254,6 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise _refuse("path", path, _LEGAL_PATHS)
     scheme = urlsplit(text).scheme if "://" in text else ""
-    if scheme in _REMOTE_SCHEMES:
-        raise NotBuiltYetError(
-            f"not built yet in this version: a repository in a bucket, `{text}`", what="path"
-        )
     if scheme == "file":
         url = urlsplit(text)
         # `file://runs/demo` names a host, and would open `/demo`.

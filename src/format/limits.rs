@@ -22,7 +22,7 @@ pub const EXPANSION_ALLOWANCE_BYTES: u64 = 64 << 10;
 /// Shorter bodies and chunk tables are never compressed.
 pub const COMPRESSION_THRESHOLD_BYTES: u64 = 4 << 10;
 
-/// Longest marker and longest tag.
+/// Longest marker, tag and lease.
 pub const SMALL_OBJECT_LIMIT_BYTES: u64 = 4 << 10;
 
 /// Longest receipt, with its line break.
@@ -30,6 +30,18 @@ pub const RECEIPT_LIMIT_BYTES: u64 = 64 << 10;
 
 /// Longest ticket of a session, with its line break.
 pub const TICKET_LIMIT_BYTES: u64 = 1 << 20;
+
+/// Longest object of a sync journal, with its line break.
+pub const JOURNAL_LIMIT_BYTES: u64 = 64 << 20;
+
+/// Most parts of an upload.
+pub const UPLOAD_PART_COUNT_LIMIT: u64 = 10_000;
+
+/// Longest text in a lease, in bytes of UTF-8.
+pub const LEASE_TEXT_LIMIT_BYTES: usize = 512;
+
+/// Longest time that a lease holds without a renewal: a day.
+pub const LEASE_MILLISECONDS_LIMIT: u64 = 86_400_000;
 
 /// Longest name of an entry, in bytes of UTF-8.
 pub const ENTRY_NAME_LIMIT_BYTES: usize = 65_536;

@@ -8,9 +8,14 @@ use super::limits::SMALL_OBJECT_LIMIT_BYTES;
 use super::names::{MARKER_NAME, is_id};
 use super::place::Place;
 use super::sealed_line;
-use super::versions::{FORMAT_VERSION, require_readable_line, require_writable};
+use super::versions::{
+    ENCRYPTION_FLAG, ENCRYPTION_WRITER_FLAG, FORMAT_VERSION, KNOWN_READER_FLAGS, require_line,
+    require_writable, unsupported,
+};
 
 const MAGIC: &str = "varvite-repository";
+/// The one cipher of version 1.
+const ALGORITHM: &str = "aes-256-gcm";
 
 /// What stands in `varvite.json`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,6 +28,8 @@ pub struct Marker {
     pub writer_flags: u64,
     /// Identity of the repository: 32 lower-case hex digits, drawn when it was made.
     pub repository_id: String,
+    /// What only the right key gives, where the repository is encrypted: 32 lower-case hex digits.
+    pub key_check: Option<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -32,13 +39,38 @@ struct Fields {
     reader_flags: u64,
     writer_flags: u64,
     repository_id: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    encryption: Option<EncryptionFields>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct EncryptionFields {
+    algorithm: String,
+    key_check: String,
 }
 
 impl Marker {
     /// Marker of a new repository of the current version.
     #[must_use]
     pub fn new(repository_id: String) -> Self {
-        Self { format_version: FORMAT_VERSION, reader_flags: 0, writer_flags: 0, repository_id }
+        Self {
+            format_version: FORMAT_VERSION,
+            reader_flags: 0,
+            writer_flags: 0,
+            repository_id,
+            key_check: None,
+        }
+    }
+
+    /// Marker of a new encrypted repository of the current version.
+    #[must_use]
+    pub fn encrypted(repository_id: String, key_check: String) -> Self {
+        Self {
+            reader_flags: ENCRYPTION_FLAG,
+            writer_flags: ENCRYPTION_WRITER_FLAG,
+            key_check: Some(key_check),
+            ..Self::new(repository_id)
+        }
     }
 
     /// Bytes of the marker.
@@ -55,6 +87,10 @@ impl Marker {
             reader_flags: self.reader_flags,
             writer_flags: self.writer_flags,
             repository_id: self.repository_id.clone(),
+            encryption: self
+                .key_check
+                .clone()
+                .map(|key_check| EncryptionFields { algorithm: ALGORITHM.to_owned(), key_check }),
         };
         sealed_line::seal_object(&fields)
     }
@@ -66,16 +102,23 @@ impl Marker {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let place = Place::new(MARKER_NAME, 0);
         let text = sealed_line::check_object(place, bytes, SMALL_OBJECT_LIMIT_BYTES)?;
-        require_readable_line(place, text, MAGIC)?;
+        require_line(place, text, MAGIC, KNOWN_READER_FLAGS | ENCRYPTION_FLAG)?;
         let fields: Fields = sealed_line::parse(place, text, "marker")?;
         if !is_id(&fields.repository_id) {
             return Err(place.corrupt("repository id", "32 lower-case hex digits", fields.repository_id));
+        }
+        let is_encrypted = fields.reader_flags & ENCRYPTION_FLAG != 0;
+        let key_check = fields.encryption.map(|found| found.key_check_at(place)).transpose()?;
+        if is_encrypted != key_check.is_some() {
+            let expected = if is_encrypted { "what its reader flags announce" } else { "none" };
+            return Err(place.corrupt("encryption", expected, if is_encrypted { "none" } else { "some" }));
         }
         Ok(Self {
             format_version: fields.format_version,
             reader_flags: fields.reader_flags,
             writer_flags: fields.writer_flags,
             repository_id: fields.repository_id,
+            key_check,
         })
     }
 
@@ -85,6 +128,19 @@ impl Marker {
     /// [`Error::Unsupported`] where the marker has a writer flag that this build does not know.
     pub fn require_writable(&self) -> Result<()> {
         require_writable(MARKER_NAME, self.writer_flags)
+    }
+}
+
+impl EncryptionFields {
+    fn key_check_at(self, place: Place<'_>) -> Result<String> {
+        if self.algorithm != ALGORITHM {
+            let found = format!("`{}`", self.algorithm.escape_debug());
+            return Err(unsupported("algorithm of encryption", place.object, found));
+        }
+        if !is_id(&self.key_check) {
+            return Err(place.corrupt("key check", "32 lower-case hex digits", self.key_check));
+        }
+        Ok(self.key_check)
     }
 }
 
@@ -102,6 +158,45 @@ mod tests {
     fn a_marker_round_trips() {
         let marker = Marker { writer_flags: 4, ..Marker::new(REPOSITORY_ID.to_owned()) };
         assert_eq!(Marker::decode(&marker.encode().unwrap()).unwrap(), marker);
+    }
+
+    #[test]
+    fn the_marker_of_an_encrypted_repository_round_trips_and_stops_who_does_not_know_of_that() {
+        let marker = Marker::encrypted(REPOSITORY_ID.to_owned(), "f".repeat(32));
+        assert_eq!(Marker::decode(&marker.encode().unwrap()).unwrap(), marker);
+        let text = String::from_utf8(marker.encode().unwrap()).unwrap();
+        let fields = format!(
+            r#""reader_flags":4,"writer_flags":1,"repository_id":"{REPOSITORY_ID}","encryption":{{"algorithm":"aes-256-gcm","key_check":"{}"}},"#,
+            "f".repeat(32)
+        );
+        assert!(text.contains(&fields), "{text}");
+    }
+
+    #[test]
+    fn encryption_that_can_not_be_is_refused() {
+        let check = "f".repeat(32);
+        let line = |flags: u64, algorithm: &str, check: &str| {
+            sealed(&serde_json::json!({
+                "magic": MAGIC, "format_version": 1, "reader_flags": flags, "writer_flags": flags / 4,
+                "repository_id": REPOSITORY_ID,
+                "encryption": {"algorithm": algorithm, "key_check": check}
+            }))
+        };
+        let refused = |bytes: &[u8]| match Marker::decode(bytes).unwrap_err() {
+            Error::Corrupt { what, found, .. } => (what, found),
+            Error::Unsupported { what, found, .. } => (what.to_owned(), found),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(Marker::decode(&line(4, ALGORITHM, &check)).unwrap().key_check, Some(check.clone()));
+        assert_eq!(refused(&line(0, ALGORITHM, &check)), ("encryption".to_owned(), "some".to_owned()));
+        assert_eq!(refused(&line(4, ALGORITHM, "x")), ("key check".to_owned(), "x".to_owned()));
+        let newer = ("algorithm of encryption".to_owned(), "`rot13`".to_owned());
+        assert_eq!(refused(&line(4, "rot13", &check)), newer);
+        let none = sealed(&serde_json::json!({
+            "magic": MAGIC, "format_version": 1, "reader_flags": 4, "writer_flags": 1,
+            "repository_id": REPOSITORY_ID
+        }));
+        assert_eq!(refused(&none), ("encryption".to_owned(), "none".to_owned()));
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! Bytes to structs and back: packs, parts, manifests, the marker, tags, receipts and tickets.
+//! Bytes to structs and back: packs, parts, manifests, the marker, tags, receipts, tickets, and what goes with a bucket.
 //!
 //! No I/O, no clock, no panic whatever the bytes; what is allocated is bounded by a constant times the
 //! input (FORMAT.md, section "Limits"). The layout stands in FORMAT.md and nowhere else.
 //!
-//! `manifest`, `pack`, `marker`, `tag` and `receipt` are one object each; a `ticket` is a text. What two of them share lies in
+//! `manifest`, `pack`, `marker`, `tag`, `receipt` and `lease` are one object each, `journal` three; a `ticket` is a text. What two of them share lies in
 //! `two_line` (manifest and part), `sealed_line` (every JSON line with a digest of itself), `header`,
 //! `chunk_ref`, `validate` with `cover`, `versions`, and `place`, which knows where in an object a
 //! decoder stands.
@@ -14,9 +14,12 @@ mod chunk_ref;
 mod chunk_table;
 mod compression;
 pub mod cover;
+pub mod encrypted;
 mod fields;
 mod footer;
 mod header;
+pub mod journal;
+pub mod lease;
 pub mod limits;
 pub mod manifest;
 pub mod marker;

@@ -3,8 +3,19 @@
 //! Every name has one spelling: a name that is parsed and built again is the same text. What does not
 //! parse is not ours and is left alone.
 
+use super::tag::validate_tag_name;
+
 /// Name of the marker in the root.
 pub const MARKER_NAME: &str = "varvite.json";
+
+/// Name of the lease in the root of a bucket.
+pub const LEASE_NAME: &str = "lease.json";
+
+/// Name in `sync/` of the journal of what was pushed.
+pub const JOURNAL_NAME: &str = "journal.json";
+
+/// Name in `sync/` of the removals that are still to be mirrored.
+pub const REMOVALS_NAME: &str = "removals.json";
 
 /// What stands in a tombstone; it has no meaning.
 pub const TOMBSTONE_CONTENT: &[u8] = b"deleted\n";
@@ -13,6 +24,8 @@ const MANIFEST_SUFFIX: &str = ".json";
 const PACK_SUFFIX: &str = ".pack";
 const TOMBSTONE_SUFFIX: &str = ".deleted";
 const RECEIPT_SUFFIX: &str = ".json";
+const UPLOAD_SUFFIX: &str = ".json";
+const UNTAG_PREFIX: &str = "untag-";
 
 /// What the name of a pack says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -95,6 +108,30 @@ pub fn parse_receipt_name(name: &str) -> Option<u64> {
     parse_number(name.strip_suffix(RECEIPT_SUFFIX)?)
 }
 
+/// Name of the note of an upload under way: `<pack>.json`.
+#[must_use]
+pub fn upload_name(pack: &str) -> String {
+    format!("{pack}{UPLOAD_SUFFIX}")
+}
+
+/// The pack in a name that [`upload_name`] can have built, and no other.
+#[must_use]
+pub fn parse_upload_name(name: &str) -> Option<&str> {
+    name.strip_suffix(UPLOAD_SUFFIX).filter(|pack| parse_pack_name(pack).is_some())
+}
+
+/// Name in `sync/` of the note that a tag is to go from the bucket: `untag-<tag>`.
+#[must_use]
+pub fn untag_name(tag: &str) -> String {
+    format!("{UNTAG_PREFIX}{tag}")
+}
+
+/// The tag in a name that [`untag_name`] can have built, and no other.
+#[must_use]
+pub fn parse_untag_name(name: &str) -> Option<&str> {
+    name.strip_prefix(UNTAG_PREFIX).filter(|tag| validate_tag_name(tag).is_ok())
+}
+
 /// True for an identity: 32 lower-case hex digits.
 #[must_use]
 pub fn is_id(text: &str) -> bool {
@@ -167,6 +204,16 @@ mod tests {
         assert_eq!(parse_manifest_name("7.deleted"), None);
         assert_eq!(parse_tombstone_name("7.json"), None);
         assert_eq!((receipt_name(7), parse_receipt_name("7.json")), ("7.json".to_owned(), Some(7)));
+    }
+
+    #[test]
+    fn names_of_notes_round_trip_and_do_not_mix() {
+        let pack = pack_name(42, 7, 0x9f3c);
+        assert_eq!(parse_upload_name(&upload_name(&pack)), Some(pack.as_str()));
+        assert_eq!(parse_untag_name(&untag_name("best")), Some("best"));
+        for name in [JOURNAL_NAME, REMOVALS_NAME, "untag-", "untag-.x", "x.pack.json"] {
+            assert_eq!((parse_upload_name(name), parse_untag_name(name)), (None, None), "{name}");
+        }
     }
 
     #[test]

@@ -215,7 +215,12 @@ pub fn decode_trailer(object: &str, object_length_bytes: u64, last_bytes: &[u8])
 }
 
 /// Checks the XXH3-64 that stands at `checksum_offset_bytes` and covers what is before it.
-fn check_frame(place: Place<'_>, what: &str, bytes: &[u8], checksum_offset_bytes: u64) -> Result<()> {
+pub(super) fn check_frame(
+    place: Place<'_>,
+    what: &str,
+    bytes: &[u8],
+    checksum_offset_bytes: u64,
+) -> Result<()> {
     let (covered, rest) = bytes
         .split_at_checked(checksum_offset_bytes as usize)
         .ok_or_else(|| place.corrupt(format!("length of the {what}"), "64 bytes", bytes.len()))?;
@@ -233,7 +238,7 @@ fn check_frame(place: Place<'_>, what: &str, bytes: &[u8], checksum_offset_bytes
 }
 
 /// Bytes of an identity, in the order of its text.
-fn id_bytes(what: &'static str, id: &str) -> Result<[u8; 16]> {
+pub(super) fn id_bytes(what: &'static str, id: &str) -> Result<[u8; 16]> {
     let number = parse_hex_u128(id).filter(|_| is_id(id));
     let mut bytes =
         number.ok_or_else(|| Error::invalid(what, "must be 32 lower-case hex digits"))?.to_le_bytes();
@@ -241,7 +246,7 @@ fn id_bytes(what: &'static str, id: &str) -> Result<[u8; 16]> {
     Ok(bytes)
 }
 
-fn hex(mut bytes: [u8; 16]) -> String {
+pub(super) fn hex(mut bytes: [u8; 16]) -> String {
     bytes.reverse();
     format!("{:032x}", u128::from_le_bytes(bytes))
 }

@@ -17,11 +17,17 @@ pub const CODING_FLAG: u64 = 1;
 /// Reader flag: what is stored are casts of the caller's values, in another dtype or scaled.
 pub const CASTING_FLAG: u64 = 1 << 1;
 
-/// Reader flags that this build understands, one bit each.
+/// Reader flag of markers and of the heads of encrypted objects: the repository is encrypted.
+pub const ENCRYPTION_FLAG: u64 = 1 << 2;
+
+/// Reader flags that this build understands, one bit each, in what lies in the clear or was decrypted.
 pub const KNOWN_READER_FLAGS: u64 = CODING_FLAG | CASTING_FLAG;
 
-/// Writer flags that this build understands, one bit each. Version 1 defines none.
-pub const KNOWN_WRITER_FLAGS: u64 = 0;
+/// Writer flag: what is written has to be encrypted.
+pub const ENCRYPTION_WRITER_FLAG: u64 = 1;
+
+/// Writer flags that this build understands, one bit each.
+pub const KNOWN_WRITER_FLAGS: u64 = ENCRYPTION_WRITER_FLAG;
 
 /// The flags of what an object with this body asks of its readers.
 pub(super) fn reader_flags_of(body: &Body) -> u64 {
@@ -47,13 +53,23 @@ pub(super) fn reader_flags_of(body: &Body) -> u64 {
 /// [`Error::Unsupported`] for a newer version or an unknown reader flag; [`Error::Corrupt`] for
 /// version 0, which never was.
 pub(super) fn require_readable(place: Place<'_>, version: u32, reader_flags: u64) -> Result<()> {
+    require_flags(place, version, reader_flags, KNOWN_READER_FLAGS)
+}
+
+/// As [`require_readable`], for an object that may have other flags.
+pub(super) fn require_flags(
+    place: Place<'_>,
+    version: u32,
+    reader_flags: u64,
+    known_flags: u64,
+) -> Result<()> {
     if version == 0 {
         return Err(place.corrupt("format version", "at least 1", version));
     }
     if version > FORMAT_VERSION {
         return Err(unsupported("format version", place.object, version.to_string()));
     }
-    let unknown_flags = reader_flags & !KNOWN_READER_FLAGS;
+    let unknown_flags = reader_flags & !known_flags;
     if unknown_flags != 0 {
         return Err(unsupported(
             "reader flag",
@@ -74,11 +90,16 @@ struct Preamble {
 
 /// Refuses a checked line of another kind of object, or one that only a newer build understands.
 pub(super) fn require_readable_line(place: Place<'_>, text: &str, magic: &str) -> Result<()> {
+    require_line(place, text, magic, KNOWN_READER_FLAGS)
+}
+
+/// As [`require_readable_line`], for a line that may have other flags.
+pub(super) fn require_line(place: Place<'_>, text: &str, magic: &str, known_flags: u64) -> Result<()> {
     let preamble: Preamble = sealed_line::parse(place, text, "first fields of the line")?;
     if preamble.magic != magic {
         return Err(place.corrupt("magic", magic, preamble.magic));
     }
-    require_readable(place, preamble.format_version, preamble.reader_flags)
+    require_flags(place, preamble.format_version, preamble.reader_flags, known_flags)
 }
 
 /// Refuses to write where a newer build has said that only writers who know its flags may.

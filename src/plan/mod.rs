@@ -22,7 +22,7 @@ pub use assembling::{WrittenPart, assemble};
 pub use base::{Base, Reuse, delta_base};
 pub use coding::{Compression, Measured, Pace, effort, tries_delta};
 pub use holdings::{Holding, decode_holdings, encode_holdings};
-pub use reading::{CastBack, Piece, ReadChunk, ReadGroup, ReadPlan, RoundedFrom, Want, plan_read};
+pub use reading::{CastBack, Piece, ReadChunk, ReadGroup, ReadPlan, ReadShape, RoundedFrom, Want, plan_read};
 pub use writers::{Share, plan_shares};
 
 /// Two ranks that disagree on what has to be the same: what each of them has.

@@ -9,10 +9,39 @@ use crate::tensor::{Dtype, Region, raw_length_bytes};
 
 use super::chunk_ranges;
 
-/// Reads of at most this many bytes are merged when they lie close together in a pack.
-const COALESCE_BYTES: u64 = 1 << 20;
-/// Unwanted bytes that a merged read may carry between two wanted ranges.
-const COALESCE_GAP_BYTES: u64 = 16 * 1024;
+/// How chunks are joined to reads: by what one read costs where the packs lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReadShape {
+    /// Longest read that is joined of several chunks.
+    pub join_bytes: u64,
+    /// Unwanted bytes that a read may carry between two wanted ranges.
+    pub gap_bytes: u64,
+    /// Unwanted bytes that all reads of a plan may carry together: one of so many wanted ones, and
+    /// [`ReadShape::SPARE_BYTES`]. `None` for any number.
+    pub waste_share: Option<u64>,
+    /// Reads that are announced before they are asked for.
+    pub ahead_count: usize,
+    /// Whether reads are announced from the start, and not only once the medium has shown to be slow.
+    pub is_slow: bool,
+}
+
+impl ReadShape {
+    /// Unwanted bytes that are nothing beside what a snapshot's manifest takes.
+    const SPARE_BYTES: u64 = 256 << 10;
+
+    /// Packs in files: a read costs microseconds.
+    pub const FILE: Self =
+        Self { join_bytes: 1 << 20, gap_bytes: 16 << 10, waste_share: None, ahead_count: 16, is_slow: false };
+
+    /// Packs across a network: a read costs tens of milliseconds, and bytes cost money.
+    pub const NETWORK: Self = Self {
+        join_bytes: 8 << 20,
+        gap_bytes: 64 << 10,
+        waste_share: Some(20),
+        ahead_count: 8,
+        is_slow: true,
+    };
+}
 
 /// A region of an entry that a load wants in one of the caller's buffers.
 #[derive(Clone, Debug)]
@@ -26,12 +55,14 @@ pub struct Want {
 }
 
 /// Which bytes to read, and where each verified byte goes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ReadPlan {
     /// Reads in order of pack and offset.
     pub groups: Vec<ReadGroup>,
     /// Number of pieces of all chunks.
     pub piece_count: usize,
+    /// What the reads were joined by.
+    pub shape: ReadShape,
 }
 
 /// One read: consecutive bytes of a pack that hold one chunk or several, or one rounded chunk.
@@ -128,14 +159,15 @@ impl ReadChunk {
 ///
 /// Each needed chunk is read once, however many targets want it; chunks that none wants are not read.
 #[must_use]
-pub fn plan_read(body: &Body, wants: &[Want]) -> ReadPlan {
+pub fn plan_read(body: &Body, wants: &[Want], shape: ReadShape) -> ReadPlan {
     let mut planner = Planner { body, chunks: Vec::new(), piece_count: 0 };
     for want in wants {
         for shard in &body.entries[want.entry].shards {
             planner.add_shard(want, shard);
         }
     }
-    ReadPlan { groups: group(merge_equal(planner.chunks)), piece_count: planner.piece_count }
+    let groups = group(merge_equal(planner.chunks), shape);
+    ReadPlan { groups, piece_count: planner.piece_count, shape }
 }
 
 struct Planner<'a> {
@@ -238,7 +270,10 @@ fn merge_equal(mut chunks: Vec<ReadChunk>) -> Vec<ReadChunk> {
 }
 
 /// Joins chunks that lie close together into one read.
-fn group(chunks: Vec<ReadChunk>) -> Vec<ReadGroup> {
+fn group(chunks: Vec<ReadChunk>, shape: ReadShape) -> Vec<ReadGroup> {
+    let wanted_bytes: u64 = chunks.iter().map(|chunk| chunk.reference.stored_length_bytes).sum();
+    let mut waste_bytes =
+        shape.waste_share.map_or(u64::MAX, |share| wanted_bytes / share + ReadShape::SPARE_BYTES);
     let mut groups: Vec<ReadGroup> = Vec::new();
     // Rounded chunks stand in between and don't end a group.
     let mut open: Option<usize> = None;
@@ -253,9 +288,10 @@ fn group(chunks: Vec<ReadChunk>) -> Vec<ReadGroup> {
         match open.and_then(|index| groups.get_mut(index)) {
             Some(last)
                 if last.pack == chunk.reference.pack
-                    && start <= last.range.end.saturating_add(COALESCE_GAP_BYTES)
-                    && end.max(last.range.end) - last.range.start <= COALESCE_BYTES =>
+                    && start.saturating_sub(last.range.end) <= shape.gap_bytes.min(waste_bytes)
+                    && end.max(last.range.end) - last.range.start <= shape.join_bytes =>
             {
+                waste_bytes -= start.saturating_sub(last.range.end);
                 last.range.end = last.range.end.max(end);
                 last.chunks.push(chunk);
             }
@@ -266,4 +302,65 @@ fn group(chunks: Vec<ReadChunk>) -> Vec<ReadGroup> {
         }
     }
     groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::digest::ChunkDigest;
+
+    /// Stored chunks at these places of one pack.
+    fn chunks(places: &[(u64, u64)]) -> Vec<ReadChunk> {
+        let chunk = |&(offset_bytes, stored_length_bytes): &(u64, u64)| ReadChunk {
+            reference: ChunkRef {
+                pack: 0,
+                offset_bytes,
+                stored_length_bytes,
+                codec: Codec::Store,
+                digest: ChunkDigest(u128::from(offset_bytes)),
+                base: None,
+            },
+            raw_length_bytes: stored_length_bytes,
+            entry: 0,
+            rounded_from: None,
+            pieces: Vec::new(),
+        };
+        places.iter().map(chunk).collect()
+    }
+
+    fn ranges(places: &[(u64, u64)], shape: ReadShape) -> Vec<Range<u64>> {
+        group(chunks(places), shape).into_iter().map(|group| group.range).collect()
+    }
+
+    #[test]
+    fn a_network_gets_longer_reads_than_a_file() {
+        let mebibyte = 1 << 20;
+        let places: Vec<(u64, u64)> = (0..20).map(|index| (index * mebibyte, mebibyte)).collect();
+        assert_eq!(ranges(&places, ReadShape::FILE).len(), 20);
+        assert_eq!(
+            ranges(&places, ReadShape::NETWORK),
+            [0..8 * mebibyte, 8 * mebibyte..16 * mebibyte, 16 * mebibyte..20 * mebibyte]
+        );
+    }
+
+    #[test]
+    fn over_a_network_unwanted_bytes_are_read_only_as_far_as_the_plan_can_spare_them() {
+        // A kilobyte every 33: a file's reads carry nothing that far apart, a network's some of it.
+        let places: Vec<(u64, u64)> = (0..100).map(|index| (index * 33 * 1024, 1024)).collect();
+        assert_eq!(ranges(&places, ReadShape::FILE).len(), 100);
+        let joined = ranges(&places, ReadShape::NETWORK);
+        let moved_bytes: u64 = joined.iter().map(|range| range.end - range.start).sum();
+        let wanted_bytes = 100 * 1024;
+        let spare_bytes = wanted_bytes / 20 + ReadShape::SPARE_BYTES;
+        // The spare bytes are used up to the last gap that fits.
+        assert_eq!(moved_bytes - wanted_bytes, spare_bytes / (32 * 1024) * (32 * 1024));
+        assert_eq!(joined.len() as u64, 100 - spare_bytes / (32 * 1024));
+    }
+
+    #[test]
+    fn a_gap_that_is_too_long_ends_a_read() {
+        let gap_bytes = ReadShape::NETWORK.gap_bytes;
+        let apart = |gap: u64| ranges(&[(0, 100), (100 + gap, 100)], ReadShape::NETWORK).len();
+        assert_eq!([apart(gap_bytes), apart(gap_bytes + 1)], [1, 2]);
+    }
 }

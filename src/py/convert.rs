@@ -4,9 +4,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::catalog;
+use crate::format::encrypted::Facts;
 use crate::format::model::Header;
-use crate::repository::{CommitReport, MergeReport, PackFigures, PartReport, SaveReport};
+use crate::repository::{Clear, CommitReport, MergeReport, PackFigures, PartReport, SaveReport};
 use crate::retain::Plan;
+use crate::sync::PullReport;
+use crate::syncer::{SyncReport, SyncState};
 use crate::verify::{Finding, Report};
 
 /// Facts of a snapshot.
@@ -101,4 +104,63 @@ pub(crate) fn findings(findings: &[Finding]) -> Vec<(String, u64, String, Vec<u6
         (finding.object.clone(), finding.offset_bytes, finding.what.clone(), steps)
     };
     findings.iter().map(row).collect()
+}
+
+/// What an encrypted repository shows to everybody, as `varvite.native_types.Clear`.
+pub(super) fn clear<'py>(py: Python<'py>, clear: &Clear) -> PyResult<Bound<'py, PyDict>> {
+    let snapshot = |facts: &Facts| {
+        let dict = PyDict::new(py);
+        dict.set_item("seq", facts.seq)?;
+        dict.set_item("step", facts.step)?;
+        dict.set_item("created_at_unix_ms", facts.created_at_unix_ms)?;
+        dict.set_item("world_size", facts.world_size)?;
+        dict.set_item("raw_bytes", facts.raw_bytes)?;
+        dict.set_item("stored_bytes", facts.stored_bytes)?;
+        Ok(dict)
+    };
+    let dict = PyDict::new(py);
+    dict.set_item("snapshots", clear.snapshots.iter().map(snapshot).collect::<PyResult<Vec<_>>>()?)?;
+    dict.set_item("damaged", &clear.damaged)?;
+    Ok(dict)
+}
+
+/// What a push did, as `varvite.native_types.Synced`.
+pub(super) fn synced<'py>(py: Python<'py>, report: &SyncReport) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("pushed_objects", report.pushed_objects)?;
+    dict.set_item("pushed_bytes", report.pushed_bytes)?;
+    dict.set_item("removed_objects", report.removed_objects)?;
+    dict.set_item("pending_objects", report.pending_objects)?;
+    Ok(dict)
+}
+
+/// What is known of a bucket, as `varvite.native_types.SyncFigures`.
+pub(super) fn sync_state<'py>(py: Python<'py>, state: &SyncState) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("url", &state.url)?;
+    dict.set_item("is_running", state.is_running)?;
+    dict.set_item("newest_pushed_seq", state.newest_pushed_seq)?;
+    dict.set_item("unpushed", &state.unpushed)?;
+    dict.set_item("discarded", &state.discarded)?;
+    dict.set_item("pending_objects", state.pending_objects)?;
+    dict.set_item("pending_bytes", state.pending_bytes)?;
+    dict.set_item("moved_bytes", state.moved_bytes)?;
+    dict.set_item("pushed_objects", state.pushed_objects)?;
+    dict.set_item("pushed_bytes", state.pushed_bytes)?;
+    dict.set_item("removed_objects", state.removed_objects)?;
+    dict.set_item("pending_removals", state.pending_removals)?;
+    dict.set_item("last_error", &state.last_error)?;
+    dict.set_item("lease_epoch", state.lease.is_ours.then_some(state.lease.epoch))?;
+    dict.set_item("fenced_by", &state.lease.fenced_by)?;
+    Ok(dict)
+}
+
+/// What a pull did, as `varvite.native_types.Pulled`.
+pub(super) fn pulled<'py>(py: Python<'py>, report: &PullReport) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("pulled", &report.pulled)?;
+    dict.set_item("known", &report.known)?;
+    dict.set_item("pulled_objects", report.pulled_objects)?;
+    dict.set_item("pulled_bytes", report.pulled_bytes)?;
+    Ok(dict)
 }

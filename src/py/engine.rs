@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use serde_json::value::RawValue;
 
 use crate::compact::MergePolicy;
+use crate::crypt::MasterKey;
 use crate::error::{Error, Result};
 use crate::format::receipt::Receipt;
 use crate::format::ticket::Ticket;
@@ -18,7 +19,8 @@ use crate::plan::Compression;
 use crate::repository::{Access, Options, Repository, SaveRequest};
 use crate::retain::Rule;
 use crate::saver::Job;
-use crate::store::local::{LocalOptions, LocalStore};
+use crate::store::local::LocalOptions;
+use crate::syncer::Syncer;
 use crate::write::EntryInput;
 
 use super::convert;
@@ -26,6 +28,7 @@ use super::error::raise;
 use super::job::{Running, SaveJob};
 use super::later::{bytes_of, split_later};
 use super::reader::SnapshotReader;
+use super::remote::{Places, Remote};
 use super::session::Part;
 use super::tensors::{Described, SaveTensors};
 use super::wait::interruptible;
@@ -41,17 +44,19 @@ type ReceiptRow = (u64, Option<u64>, u64, String);
 pub(crate) struct Engine {
     pub(super) repository: Repository,
     pub(super) merger: Arc<Merger>,
+    /// Where there is a bucket and this is the engine that writes.
+    pub(super) syncer: Option<Arc<Syncer>>,
 }
 
 #[pymethods]
 #[expect(clippy::needless_pass_by_value, reason = "arguments are extracted from Python as owned values")]
 impl Engine {
     #[new]
-    #[pyo3(signature = (path, *, access, chunk_bytes, threads, sync, rules, merge, rank, world_size, compression, delta))]
+    #[pyo3(signature = (path, *, access, chunk_bytes, threads, sync, rules, merge, rank, world_size, compression, delta, remote=None, credentials=None, key=None, encrypt=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of one Python call")]
     fn new(
         py: Python<'_>,
-        path: PathBuf,
+        path: Option<PathBuf>,
         access: &str,
         chunk_bytes: u64,
         threads: usize,
@@ -62,8 +67,13 @@ impl Engine {
         world_size: u32,
         compression: &str,
         delta: bool,
+        remote: Option<&str>,
+        credentials: Option<Py<PyAny>>,
+        key: Option<Vec<u8>>,
+        encrypt: bool,
     ) -> PyResult<Self> {
-        let open = || -> Result<Repository> {
+        let cancelled = AtomicBool::new(false);
+        let open = || -> Result<Self> {
             let access = match access {
                 "write" => Access::Write,
                 "rank" => Access::Rank,
@@ -92,14 +102,30 @@ impl Engine {
                 serde_json::from_str(rules).map_err(|error| Error::invalid("keep", error.to_string()))?;
             let merge: Option<MergePolicy> =
                 serde_json::from_str(merge).map_err(|error| Error::invalid("merge", error.to_string()))?;
-            let store = LocalStore::open(&path, LocalOptions { sync, read_only: access == Access::Read })?;
-            Repository::open(
-                Arc::new(store),
-                Options { access, chunk_bytes, threads, rules, merge, rank, world_size, compression, delta },
-            )
+            let remote = remote.map(|text| Remote::read(text, credentials)).transpose()?;
+            let local = LocalOptions { sync, read_only: access == Access::Read };
+            let key = key.map(|bytes| MasterKey::new(&bytes)).transpose()?;
+            let places = Places::open(path.as_deref(), local, remote, access, key.clone())?;
+            let options = Options {
+                access,
+                chunk_bytes,
+                threads,
+                rules,
+                merge,
+                rank,
+                world_size,
+                compression,
+                delta,
+                key,
+                encrypt,
+            };
+            let repository = Repository::open(Arc::clone(&places.store), options)?;
+            let writes = access == Access::Write;
+            let syncer = places.tiers.filter(|_| writes).map(|tiers| Syncer::new(repository.clone(), tiers));
+            Ok(Self { merger: Merger::new(repository.clone()), repository, syncer })
         };
-        let repository = py.detach(open).map_err(|error| raise(py, &error))?;
-        Ok(Self { merger: Merger::new(repository.clone()), repository })
+        // Where a lease has to run out first, somebody may not want to wait.
+        interruptible(py, &cancelled, open)
     }
 
     /// The root, for messages.
@@ -145,7 +171,7 @@ impl Engine {
         let (now, later) = split_later(py, memories, tensors);
         let started = py.detach(|| {
             let session = self.repository.begin_save_later(request, &bytes_of(&now), later)?;
-            Job::start(session, Arc::clone(&self.merger))
+            Job::start(session, Arc::clone(&self.merger), self.syncer.clone())
         });
         drop(sources);
         started.map(|job| SaveJob { job: Running::Save(job) }).map_err(|error| raise(py, &error))
@@ -175,7 +201,7 @@ impl Engine {
         });
         drop(sources);
         let report = report?;
-        self.merger.notice(true);
+        self.notice_commit();
         convert::report(py, &report)
     }
 
@@ -253,7 +279,7 @@ impl Engine {
     ) -> PyResult<Bound<'py, PyDict>> {
         let commit = || self.repository.commit_session(&Ticket::decode(ticket)?, packs.as_deref());
         let report = py.detach(commit).map_err(|error| raise(py, &error))?;
-        self.merger.notice(true);
+        self.notice_commit();
         convert::commit(py, &report)
     }
 
@@ -392,6 +418,32 @@ impl Engine {
         convert::findings(&self.merger.take_findings())
     }
 
+    /// Waits for a push that runs, then pushes everything that the bucket lacks.
+    fn sync_now<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let cancelled = AtomicBool::new(false);
+        let report = interruptible(py, &cancelled, || self.required_syncer()?.sync_now(&cancelled))?;
+        convert::synced(py, &report)
+    }
+
+    /// What is known of the bucket; `None` where there is none, or this engine doesn't write.
+    fn sync_state<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let state = py.detach(|| self.syncer.as_ref().map(|syncer| syncer.state()));
+        state.map(|state| convert::sync_state(py, &state)).transpose()
+    }
+
+    /// Raises what the last push failed of, if it failed.
+    fn raise_sync_failure(&self, py: Python<'_>) -> PyResult<()> {
+        let failure = py.detach(|| self.syncer.as_ref().and_then(|syncer| syncer.failure()));
+        failure.map_or(Ok(()), |error| Err(raise(py, &error)))
+    }
+
+    /// Ends the push that runs, starts no more, and lets go of the place in the bucket.
+    fn stop_sync(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(syncer) = &self.syncer else { return Ok(()) };
+        let cancelled = AtomicBool::new(false);
+        interruptible(py, &cancelled, || syncer.stop(&cancelled))
+    }
+
     /// Checks one snapshot, or all.
     fn verify<'py>(&self, py: Python<'py>, seq: Option<u64>, sample: f64) -> PyResult<Bound<'py, PyDict>> {
         let cancelled = AtomicBool::new(false);
@@ -407,6 +459,20 @@ impl Engine {
     /// In a forked child: lets go of the lock's file without releasing the parent's lock.
     fn abandon(&self) {
         self.repository.abandon();
+    }
+}
+
+impl Engine {
+    /// Tells those who work in the background that there is a snapshot more.
+    fn notice_commit(&self) {
+        self.merger.notice(true);
+        if let Some(syncer) = &self.syncer {
+            syncer.notice(true);
+        }
+    }
+
+    fn required_syncer(&self) -> Result<&Arc<Syncer>> {
+        self.syncer.as_ref().ok_or_else(|| Error::invalid("push", "this engine has no bucket, or only reads"))
     }
 }
 

@@ -63,6 +63,11 @@ fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
             facts.set_item("holder", holder)?;
             "Locked"
         }
+        Error::Key { root, problem } => {
+            facts.set_item("root", root)?;
+            facts.set_item("problem", problem.name())?;
+            "Key"
+        }
         Error::Unsupported { what, object, found, supported } => {
             facts.set_item("what", what)?;
             facts.set_item("object", object)?;

@@ -13,6 +13,7 @@ mod job;
 mod later;
 mod marking;
 mod reader;
+mod remote;
 mod session;
 mod tensors;
 mod torch;
@@ -31,6 +32,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<watchdog::Watchdog>()?;
     module.add_function(wrap_pyfunction!(tensors::describe_dense, module)?)?;
     module.add_function(wrap_pyfunction!(session::plan_writers, module)?)?;
+    module.add_function(wrap_pyfunction!(remote::pull_snapshots, module)?)?;
+    module.add_function(wrap_pyfunction!(remote::probe_bucket, module)?)?;
+    module.add_function(wrap_pyfunction!(remote::read_clear, module)?)?;
     module.add_class::<buffer::MappedPack>()?;
     // Set and not added: they are no names that the stub would have to know.
     #[cfg(feature = "kill-points")]

@@ -3,7 +3,7 @@
 //! Memory beyond the caller's buffers are the buffers of one worker a thread. All packs of the plan are opened
 //! before the first byte is read, so that a deletion by another process can't take them away midway.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,9 +13,9 @@ use rayon::prelude::*;
 use crate::error::{Error, Result};
 use crate::format::model::Body;
 use crate::format::pack;
-use crate::plan::{ReadChunk, ReadGroup, ReadPlan};
+use crate::plan::{ReadChunk, ReadGroup, ReadPlan, ReadShape};
 use crate::store::{Folder, Key, ReadAt, Store};
-use crate::threads::{Spares, Threads};
+use crate::threads::{Spares, Threads, for_each_waiting};
 
 mod chunk;
 
@@ -23,8 +23,8 @@ pub use chunk::Worker;
 
 use chunk::Source;
 
-/// Reads that the store is told of before it is asked for them: what keeps a cold medium busy.
-const READ_AHEAD_GROUPS: usize = 16;
+/// Packs that are opened at once where each is a round trip.
+const OPENING_THREADS: usize = 16;
 /// A read of one group that takes longer came from a cold medium: from then on reads are announced.
 /// Announcing what is in memory already would cost a tenth of a load.
 const WARM_READ_LIMIT: Duration = Duration::from_millis(1);
@@ -41,29 +41,62 @@ impl OpenPacks {
     /// # Errors
     /// [`Error::Store`] where one is missing, [`Error::Corrupt`] where one has another length.
     pub fn open(store: &dyn Store, body: &Body, indices: impl IntoIterator<Item = u32>) -> Result<Self> {
-        let mut packs = BTreeMap::new();
-        for index in indices {
-            if packs.contains_key(&index) {
-                continue;
-            }
+        let mut wanted = Vec::new();
+        for index in indices.into_iter().collect::<BTreeSet<u32>>() {
             let record = body
                 .packs
                 .get(index as usize)
                 .ok_or_else(|| Error::Internal { what: format!("pack {index} is not in the table") })?;
-            let key = Key::new(Folder::Packs, &record.name)?;
-            let object = store.open(&key)?;
-            if object.length_bytes() != record.length_bytes {
+            wanted.push((index, Key::new(Folder::Packs, &record.name)?, record.length_bytes));
+        }
+        let packs = Mutex::new(BTreeMap::new());
+        let open = |(index, key, length_bytes): &(u32, Key, u64)| {
+            let object = store.open(key)?;
+            if object.length_bytes() != *length_bytes {
                 return Err(Error::corrupt(
                     key.to_string(),
                     0,
                     "length",
-                    record.length_bytes,
+                    length_bytes,
                     object.length_bytes(),
                 ));
             }
-            packs.insert(index, (key.to_string(), object));
+            let mut packs = packs.lock().unwrap_or_else(PoisonError::into_inner);
+            packs.insert(*index, (key.to_string(), object));
+            Ok(())
+        };
+        // Across a network each is a round trip.
+        let is_near = wanted.iter().all(|(_, key, _)| store.is_at_hand(key));
+        for_each_waiting(&wanted, if is_near { 1 } else { OPENING_THREADS }, open)?;
+        Ok(Self { packs: packs.into_inner().unwrap_or_else(PoisonError::into_inner) })
+    }
+
+    /// Tells the store that the bytes of a chunk are going to be read, and those it is made from.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] where its pack was not opened.
+    pub fn announce(&self, chunk: &ReadChunk) -> Result<()> {
+        if chunk.rounded_from.is_none() {
+            let reference = &chunk.reference;
+            let end = reference.offset_bytes.saturating_add(reference.stored_length_bytes);
+            self.get(reference.pack)?.1.will_read(reference.offset_bytes..end);
         }
-        Ok(Self { packs })
+        self.announce_base(chunk)
+    }
+
+    fn announce_group(&self, group: &ReadGroup) -> Result<()> {
+        if !group.range.is_empty() {
+            self.get(group.pack)?.1.will_read(group.range.clone());
+        }
+        group.chunks.iter().try_for_each(|chunk| self.announce_base(chunk))
+    }
+
+    fn announce_base(&self, chunk: &ReadChunk) -> Result<()> {
+        if let Some(base) = &chunk.reference.base {
+            let end = base.offset_bytes.saturating_add(base.stored_length_bytes);
+            self.get(base.pack)?.1.will_read(base.offset_bytes..end);
+        }
+        Ok(())
     }
 
     fn get(&self, index: u32) -> Result<(&str, &dyn ReadAt)> {
@@ -72,6 +105,19 @@ impl OpenPacks {
             .map(|(name, object)| (name.as_str(), object.as_ref()))
             .ok_or_else(|| Error::Internal { what: format!("pack {index} was not opened") })
     }
+}
+
+/// How the packs of a body are read best: one that lies across a network decides.
+///
+/// # Errors
+/// [`Error::InvalidInput`] where a name in the table is none; a validated body has none such.
+pub fn shape_of(store: &dyn Store, body: &Body) -> Result<ReadShape> {
+    for record in &body.packs {
+        if !store.is_at_hand(&Key::new(Folder::Packs, &record.name)?) {
+            return Ok(ReadShape::NETWORK);
+        }
+    }
+    Ok(ReadShape::FILE)
 }
 
 /// Fills all targets of a plan; returns the raw bytes that were verified.
@@ -96,7 +142,12 @@ pub fn run(
     let workers = Spares::<Worker>::default();
     let verified = AtomicU64::new(0);
     let failed = AtomicBool::new(false);
-    let cold = AtomicBool::new(false);
+    let cold = AtomicBool::new(plan.shape.is_slow);
+    if plan.shape.is_slow {
+        for group in plan.groups.iter().take(plan.shape.ahead_count) {
+            packs.announce_group(group)?;
+        }
+    }
     let queue = Mutex::new(jobs.into_iter().enumerate());
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
     // Threads take reads in the order of the packs, so that the medium sees one forward pass.
@@ -110,9 +161,9 @@ pub fn run(
                     return Err(Error::Interrupted);
                 }
                 if cold.load(Ordering::Relaxed)
-                    && let Some(later) = plan.groups.get(index + READ_AHEAD_GROUPS)
+                    && let Some(later) = plan.groups.get(index + plan.shape.ahead_count)
                 {
-                    packs.get(later.pack)?.1.will_read(later.range.clone());
+                    packs.announce_group(later)?;
                 }
                 let started = Instant::now();
                 match read_group(source, group, slices, worker) {
@@ -219,17 +270,21 @@ pub fn check(
     cancelled: &AtomicBool,
 ) -> Result<u64> {
     let packs = OpenPacks::open(store, body, plan.packs())?;
+    let source = Source { packs: &packs, body };
     let workers = Spares::<Worker>::default();
-    let chunks: Vec<&ReadChunk> = plan.groups.iter().flat_map(|group| &group.chunks).collect();
-    threads.pool()?.install(|| {
-        chunks.par_iter().try_for_each(|chunk| {
-            if cancelled.load(Ordering::Relaxed) {
-                return Err(Error::Interrupted);
-            }
-            workers.lend(|worker| worker.check(&packs, body, chunk))
-        })
+    let groups = plan.groups.par_iter();
+    let verified = threads.pool()?.install(|| {
+        groups
+            .map(|group| {
+                if cancelled.load(Ordering::Relaxed) {
+                    return Err(Error::Interrupted);
+                }
+                let nowhere = group.chunks.iter().map(|_| Vec::new()).collect();
+                workers.lend(|worker| read_group(source, group, nowhere, worker))
+            })
+            .collect::<Result<Vec<u64>>>()
     })?;
-    Ok(chunks.iter().map(|chunk| chunk.raw_length_bytes).sum())
+    Ok(verified.into_iter().sum())
 }
 
 /// Reads and checks header, trailer and footer of a pack.

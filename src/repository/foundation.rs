@@ -188,6 +188,9 @@ impl Shared {
                 Ground::Newest => self.lock_state().listing.seqs.last().copied()?,
                 Ground::Ticket { base, .. } => base.as_ref()?.seq,
             };
+            if !self.has_manifest_at_hand(wanted) {
+                return None;
+            }
             // A damaged or unseen snapshot only means that this save writes everything.
             let manifest = self.manifest(wanted).ok()?;
             let read = Arc::new(Base::new(wanted, manifest.body, false));

@@ -7,6 +7,7 @@ use std::sync::{Arc, PoisonError};
 use crate::error::{Error, Result};
 use crate::format::limits;
 use crate::format::model::PackRecord;
+use crate::format::names;
 use crate::format::tag::{self, Tag};
 use crate::retain::{self, Protected};
 use crate::store::{Folder, Key, PutMode};
@@ -22,6 +23,18 @@ impl Repository {
             self.shared.must_write("prune")?;
         }
         self.shared.retention(dry_run)
+    }
+
+    /// Carries out retention once more because what was kept only for not being pushed may go now; returns whether
+    /// anything went. Without a policy, or where the handle can't write any more, there is nothing to do.
+    ///
+    /// # Errors
+    /// As [`Repository::prune`].
+    pub fn prune_again(&self) -> Result<bool> {
+        if self.shared.options.rules.is_empty() || self.shared.must_write("prune").is_err() {
+            return Ok(false);
+        }
+        self.shared.retention(false).map(|(plan, _)| !plan.removed.is_empty())
     }
 
     /// Deletes one snapshot and the packs that only it referred to. A reader that holds it finishes.
@@ -133,6 +146,12 @@ impl Shared {
             protected.tags.entry(tag.seq).or_default().push(name);
         }
         protected.resumed_from = self.lock_state().resumed_from;
+        for header in &listed.headers {
+            let key = Key::new(Folder::Snapshots, &names::manifest_name(header.seq))?;
+            if !self.store.is_pushed(&key) {
+                protected.unpushed.insert(header.seq);
+            }
+        }
         let plan = retain::plan(&listed.headers, &self.options.rules, &protected);
         let removed: Vec<u64> = plan.removed.iter().map(|row| row.0).collect();
         let freed_bytes = if dry_run { self.would_free(&removed)? } else { self.remove(&removed)? };
@@ -219,7 +238,8 @@ impl Shared {
         Ok(Arc::clone(self.lock_state().pack_tables.entry(seq).or_insert(table)))
     }
 
-    /// Pack tables of every snapshot; each manifest is read at most once by this handle.
+    /// Pack tables of every snapshot whose manifest is at hand, each read at most once by this handle: what others
+    /// refer to lies elsewhere.
     ///
     /// # Errors
     /// [`Error::Corrupt`] where a manifest is damaged: what it refers to is unknown, so nothing may be
@@ -231,7 +251,9 @@ impl Shared {
         };
         tables.retain(|seq, _| seqs.contains(seq));
         for seq in seqs {
-            if let Entry::Vacant(slot) = tables.entry(seq) {
+            if let Entry::Vacant(slot) = tables.entry(seq)
+                && self.has_manifest_at_hand(seq)
+            {
                 slot.insert(self.pack_table(seq)?);
             }
         }

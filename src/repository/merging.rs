@@ -16,7 +16,7 @@ use crate::format::names;
 use crate::format::pack::{PackHeader, PackKind};
 use crate::merge::{self, Copied};
 use crate::plan::Base;
-use crate::store::{Folder, Key};
+use crate::store::{Folder, Key, ReadAt};
 use crate::verify::{self, Finding};
 
 use super::chance::random_u128;
@@ -158,7 +158,13 @@ impl<'a> Merge<'a> {
                 continue;
             }
             self.go_on()?;
+            if !self.shared.has_manifest_at_hand(seq) {
+                continue;
+            }
             if let Some(manifest) = self.manifest(seq)? {
+                if !self.has_packs_at_hand(&manifest) {
+                    continue;
+                }
                 let snapshot = SnapshotUse::of(manifest.header.world_size, &manifest.body);
                 self.merging.uses.insert(seq, Arc::new(snapshot));
             } else if self.report.stood_down.is_some() {
@@ -166,6 +172,13 @@ impl<'a> Merge<'a> {
             }
         }
         Ok(true)
+    }
+
+    /// A merge reads only what needs no network.
+    fn has_packs_at_hand(&self, manifest: &Manifest) -> bool {
+        let is_at_hand =
+            |name: &str| Key::new(Folder::Packs, name).is_ok_and(|key| self.shared.store.is_at_hand(&key));
+        manifest.body.packs.iter().all(|record| is_at_hand(&record.name))
     }
 
     /// The manifest of a snapshot; `None` where it was deleted meanwhile, or is damaged, which is noted.
@@ -286,8 +299,9 @@ impl<'a> Merge<'a> {
         for moves in std::mem::take(&mut self.merging.moves) {
             let (held, gone) = self.shared.registry.hold(None, [moves.pack.name.clone()]);
             let key = Key::new(Folder::Packs, &moves.pack.name)?;
-            let opened = self.shared.store.open(&key);
-            let is_whole = opened.is_ok_and(|object| object.length_bytes() == moves.pack.length_bytes);
+            let store = &self.shared.store;
+            let has_length = |object: Box<dyn ReadAt>| object.length_bytes() == moves.pack.length_bytes;
+            let is_whole = store.is_at_hand(&key) && store.open(&key).is_ok_and(has_length);
             if !gone.is_empty() || !is_whole {
                 continue;
             }
@@ -341,7 +355,7 @@ impl<'a> Merge<'a> {
         let shared = self.shared;
         // IMPORTANT: a snapshot that is deleted between the look and the replacement would come back.
         let _replacing = shared.replacing.lock().unwrap_or_else(PoisonError::into_inner);
-        if !shared.lock_state().listing.seqs.contains(&seq) {
+        if !shared.lock_state().listing.seqs.contains(&seq) || !shared.has_manifest_at_hand(seq) {
             return Ok(false);
         }
         let Some(manifest) = self.manifest(seq)? else { return Ok(false) };

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::catalog::{self, Mode, Reference};
 use crate::compact::MergePolicy;
+use crate::crypt::MasterKey;
 use crate::error::{Error, Result};
 use crate::format::model::{Header, Manifest, PackRecord};
 use crate::format::{limits, manifest, names};
@@ -22,6 +23,7 @@ use crate::store::{Folder, Key, Store, WriterLock};
 use crate::threads::Threads;
 
 mod chance;
+mod clear;
 mod foundation;
 mod header;
 mod keeping;
@@ -34,6 +36,7 @@ mod scrub;
 mod session;
 mod snapshot;
 
+pub use clear::Clear;
 pub use merging::MergeReport;
 pub use parts::{CommitReport, PartReport, PartRequest, PartSession};
 pub use receipts::Receipts;
@@ -82,6 +85,10 @@ pub struct Options {
     pub compression: Compression,
     /// Whether a chunk may be stored as a difference to an older one.
     pub delta: bool,
+    /// Key of an encrypted repository.
+    pub key: Option<MasterKey>,
+    /// Makes a new repository an encrypted one, and refuses one that is not.
+    pub encrypt: bool,
 }
 
 impl Default for Options {
@@ -96,6 +103,8 @@ impl Default for Options {
             world_size: 1,
             compression: Compression::default(),
             delta: true,
+            key: None,
+            encrypt: false,
         }
     }
 }
@@ -193,7 +202,8 @@ impl Repository {
     ///
     /// # Errors
     /// [`Error::NotARepository`] where there is none to read, or the place belongs to something else;
-    /// [`Error::Locked`] where another process writes; [`Error::Unsupported`] for a newer format.
+    /// [`Error::Locked`] where another process writes; [`Error::Key`] where it is encrypted with another key, or
+    /// is not and has to be; [`Error::Unsupported`] for a newer format.
     pub fn open(store: Arc<dyn Store>, options: Options) -> Result<Self> {
         check_options(&options)?;
         let root = store.root();
@@ -210,7 +220,7 @@ impl Repository {
             Access::Write => Listing::settled(store.as_ref())?,
             Access::Rank | Access::Tag | Access::Read => Listing::read(store.as_ref())?,
         };
-        let marker = open_marker(&store, &listing, makes_it)?;
+        let (marker, store) = open_marker(store, &listing, makes_it, &options)?;
         let recovered = if options.access == Access::Write {
             recover::recover(&store, &mut listing)?
         } else {
@@ -364,6 +374,11 @@ impl Repository {
         }
     }
 
+    /// Notes that the store may list other snapshots than before: the next verb looks.
+    pub fn look_again(&self) {
+        self.shared.lock_state().stale_listing = true;
+    }
+
     /// Releases the writer lock. Saves that are running keep the repository usable until they end, so
     /// callers wait for them first; a merge that runs is ended.
     pub fn close(&self) {
@@ -420,7 +435,7 @@ impl Shared {
         if self.lock.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
             return Err(Error::invalid(what, "the repository is closed"));
         }
-        Ok(())
+        self.store.require_ours()
     }
 
     fn may_tag(&self, what: &str) -> Result<()> {
@@ -428,7 +443,7 @@ impl Shared {
         if self.options.access == Access::Read {
             return Err(Error::invalid(what, "the repository was opened read-only"));
         }
-        Ok(())
+        self.store.require_ours()
     }
 
     fn same_process(&self, what: &str) -> Result<()> {
@@ -471,6 +486,11 @@ impl Shared {
         );
         self.lock_state().headers.insert(seq, Arc::clone(&header));
         Ok(header)
+    }
+
+    /// Whether the manifest can be read without a network: only then do saves, merges and sweeps look into it.
+    fn has_manifest_at_hand(&self, seq: u64) -> bool {
+        Key::new(Folder::Snapshots, &names::manifest_name(seq)).is_ok_and(|key| self.store.is_at_hand(&key))
     }
 
     fn manifest(&self, seq: u64) -> Result<Manifest> {

@@ -332,7 +332,8 @@ impl Shared {
                 let own = state.current.filter(|seq| state.listing.seqs.contains(seq));
                 (own.or_else(|| state.listing.seqs.last().copied()), state.merge_count)
             };
-            // A damaged one only means that this save writes everything.
+            // A damaged one, or one that lies elsewhere, only means that this save writes everything.
+            let newest = newest.filter(|seq| self.has_manifest_at_hand(*seq));
             let table = newest.and_then(|seq| Some((seq, self.pack_table(seq).ok()?)));
             let packs = || table.iter().flat_map(|(_, table)| table.iter()).map(|record| record.name.clone());
             let (hold, gone) = self.registry.hold(table.as_ref().map(|(seq, _)| *seq), packs());

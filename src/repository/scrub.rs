@@ -5,11 +5,10 @@ use std::sync::atomic::AtomicBool;
 use crate::error::{Error, Result};
 use crate::format::model::Manifest;
 use crate::format::names;
-use crate::listing::Listing;
 use crate::verify::{self, Report};
 
 use super::Repository;
-use super::open::open_marker;
+use super::open::require_marker;
 
 /// Times that a scrub is begun anew because what it looked for was merged meanwhile.
 const ATTEMPT_LIMIT: usize = 4;
@@ -21,7 +20,7 @@ impl Repository {
     /// [`Error::Interrupted`] after a cancel. Damage is a finding, not an error.
     pub fn verify(&self, seq: Option<u64>, sample: f64, cancelled: &AtomicBool) -> Result<Report> {
         let mut report = self.scrub(seq, sample, cancelled)?;
-        if let Err(error) = open_marker(&self.shared.store, &Listing::default(), false) {
+        if let Err(error) = require_marker(self.shared.store.as_ref()) {
             report.add_error(&error, names::MARKER_NAME, None);
         }
         if let Err(error) = self.tags() {

@@ -122,7 +122,7 @@ impl Snapshot {
         }
         let (store, threads) = (self.shared.store.as_ref(), &self.shared.threads);
         self.with_packs(|latest| {
-            let plan = plan_read(&latest.body, wants);
+            let plan = plan_read(&latest.body, wants, read::shape_of(store, &latest.body)?);
             read::run(store, threads, &latest.body, &plan, targets, cancelled)
         })
     }
@@ -145,7 +145,8 @@ impl Snapshot {
             .collect::<Result<_>>()?;
         let (store, threads) = (self.shared.store.as_ref(), &self.shared.threads);
         self.with_packs(|latest| {
-            read::check(store, threads, &latest.body, &plan_read(&latest.body, &wants), cancelled)
+            let plan = plan_read(&latest.body, &wants, read::shape_of(store, &latest.body)?);
+            read::check(store, threads, &latest.body, &plan, cancelled)
         })
     }
 

@@ -12,6 +12,9 @@ use crate::error::{Error, Result};
 
 pub mod local;
 pub mod memory;
+#[cfg(feature = "cloud")]
+pub mod object;
+pub mod remote;
 
 /// Folder of a key below the root (FORMAT.md, section "Repository").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -26,11 +29,15 @@ pub enum Folder {
     Tags,
     /// `receipts/`
     Receipts,
+    /// `sync/`: what a local repository knows of its bucket; never in a bucket itself
+    Sync,
+    /// `uploads/`: which large objects are being sent; only in a bucket
+    Uploads,
 }
 
 impl Folder {
-    /// Folders below the root, in the order in which they are made.
-    pub const BELOW_ROOT: [Self; 4] = [Self::Packs, Self::Snapshots, Self::Tags, Self::Receipts];
+    /// Folders below the root of a local repository, in the order in which they are made.
+    pub const BELOW_ROOT: [Self; 5] = [Self::Packs, Self::Snapshots, Self::Tags, Self::Receipts, Self::Sync];
 
     /// Name of the folder, empty for the root.
     #[must_use]
@@ -41,6 +48,8 @@ impl Folder {
             Self::Snapshots => "snapshots",
             Self::Tags => "tags",
             Self::Receipts => "receipts",
+            Self::Sync => "sync",
+            Self::Uploads => "uploads",
         }
     }
 }
@@ -190,6 +199,25 @@ pub trait Store: Send + Sync + fmt::Debug {
 
     /// Path of an object as a file that other code may map, where there is one.
     fn local_path(&self, key: &Key) -> Option<std::path::PathBuf>;
+
+    /// Whether reading an object that is there needs no network. A save refers to no other packs, and a merge
+    /// reads no others.
+    fn is_at_hand(&self, _key: &Key) -> bool {
+        true
+    }
+
+    /// Whether an object lies everywhere it is to lie: retention keeps what doesn't.
+    fn is_pushed(&self, _key: &Key) -> bool {
+        true
+    }
+
+    /// Refuses where another writer has taken the place over: a handle that lost it writes nothing more.
+    ///
+    /// # Errors
+    /// [`Error::Conflict`] that names both writers.
+    fn require_ours(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// An open, immutable object.

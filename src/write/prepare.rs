@@ -324,8 +324,8 @@ pub struct BasePacks {
 }
 
 impl BasePacks {
-    /// Opens the packs; one that is missing, has another length or is in `gone_packs` counts as gone, and
-    /// what it held is written again.
+    /// Opens the packs; one that is missing or not at hand, has another length or is in `gone_packs` counts as gone,
+    /// and what it held is written again.
     pub fn open(store: &dyn Store, base: Option<Arc<Base>>, gone_packs: &HashSet<String>) -> Self {
         let packs = base.as_ref().map_or_else(Vec::new, |base| {
             base.packs
@@ -334,7 +334,8 @@ impl BasePacks {
                     if gone_packs.contains(&record.name) {
                         return None;
                     }
-                    let key = Key::new(Folder::Packs, &record.name).ok()?;
+                    let key =
+                        Key::new(Folder::Packs, &record.name).ok().filter(|key| store.is_at_hand(key))?;
                     store.open(&key).ok().filter(|object| object.length_bytes() == record.length_bytes)
                 })
                 .collect()

@@ -3,14 +3,24 @@
 #![cfg_attr(test, allow(dead_code, reason = "every test file uses its own part of this module"))]
 #![expect(clippy::unwrap_used, reason = "a test that can't go on fails")]
 
+#[cfg(feature = "cloud")]
+pub(crate) mod bucket;
 pub(crate) mod hooked;
+#[cfg(feature = "cloud")]
+pub(crate) mod http_server;
 pub(crate) mod journal;
 pub(crate) mod lent;
+pub(crate) mod machine;
+pub(crate) mod memory_remote;
 pub(crate) mod oracle;
 pub(crate) mod run;
 pub(crate) mod sim_store;
 pub(crate) mod training;
 
+use std::sync::Arc;
+
+use varvite::crypt::{MasterKey, RepositoryKeys};
+use varvite::encrypted::EncryptedStore;
 use varvite::error::Error;
 use varvite::store::{Folder, Key, PutMode, Store};
 
@@ -61,4 +71,16 @@ pub(crate) fn publish(store: &dyn Store, key: &Key, bytes: &[u8]) -> Result<(), 
     let mut staged = store.stage(key)?;
     staged.append(bytes)?;
     staged.publish().map(|_published| ())
+}
+
+/// The key of encrypted repositories in tests.
+pub(crate) fn master_key() -> MasterKey {
+    MasterKey::new(&std::array::from_fn::<u8, 32, _>(|index| index as u8)).unwrap()
+}
+
+/// A store that encrypts what goes into `store`.
+pub(crate) fn encrypted(store: Arc<dyn Store>) -> EncryptedStore {
+    let repository_id = "00112233445566778899aabbccddeeff";
+    let keys = RepositoryKeys::derive(&master_key(), repository_id);
+    EncryptedStore::new(store, repository_id.to_owned(), keys)
 }

@@ -12,7 +12,7 @@ from support import clean_environment, run_child
 
 import varvite
 from varvite import CheckpointManager, MergePolicy, errors, keep
-from varvite.errors import InvalidInputError, NotBuiltYetError
+from varvite.errors import InvalidInputError
 
 EMPTY = inspect.Parameter.empty
 
@@ -36,6 +36,7 @@ CONSTRUCTOR = {
     "fsync": True,
     "read_only": False,
     "on_error": "raise",
+    "encryption": None,
 }
 
 SAVE = [
@@ -255,22 +256,31 @@ def test_a_wrong_path_is_refused(path):
     assert "file://" in caught.value.message
 
 
-@pytest.mark.parametrize("arguments", [{"remote": "s3://bucket/run"}], ids=str)
-def test_what_is_not_built_yet_says_so(tmp_path, arguments):
-    with pytest.raises(NotBuiltYetError) as caught:
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"remote": "bucket/run"}, "remote"),
+        ({"remote": "https://host/bucket"}, "remote"),
+        ({"remote": "s3://"}, "remote"),
+        ({"remote": 3}, "remote"),
+        ({"remote_options": {"endpoint": "http://127.0.0.1:1"}}, "remote_options"),
+        ({"remote": "s3://bucket/run", "remote_options": 3}, "remote_options"),
+        ({"remote": "s3://bucket/run", "remote_options": {"endpont": "x"}}, "remote_options"),
+    ],
+    ids=str,
+)
+def test_a_wrong_remote_is_refused(tmp_path, arguments, what):
+    with pytest.raises(InvalidInputError) as caught:
         CheckpointManager(tmp_path / "run", **arguments)
-    assert caught.value.message.startswith("not built yet in this version: ")
-    assert caught.value.what in arguments
+    assert caught.value.what == what
+    assert not (tmp_path / "run").exists()
 
 
-def test_methods_that_are_not_built_yet_say_so(tmp_path):
-    with CheckpointManager(tmp_path) as manager:
-        calls = {
-            "sync_now": manager.sync_now,
-        }
-        for name, call in calls.items():
-            with pytest.raises(NotBuiltYetError, match=f"not built yet in this version: {name}$"):
-                call()
+def test_a_push_without_a_bucket_is_refused(tmp_path):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(InvalidInputError) as caught:
+        manager.sync_now()
+    assert caught.value.what == "remote"
+    assert "remote=" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import servers
 
 import varvite
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 MODULES = ["varvite", *(module.name for module in pkgutil.walk_packages(varvite.__path__, "varvite."))]
@@ -55,15 +62,52 @@ def test_there_are_examples():
     assert len(blocks()) >= 1
 
 
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A server for documents that speak of a bucket."""
+    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+def bucket_environment(server: servers.Server, home: Path) -> dict[str, str]:
+    """Makes the bucket of the documents, empty, and returns what a reader's environment says of it."""
+    requests = (
+        urllib.request.Request(f"{server.endpoint}/moto-api/reset", method="POST"),
+        urllib.request.Request(f"{server.endpoint}/my-bucket", method="PUT"),
+    )
+    for request in requests:
+        urllib.request.urlopen(request, timeout=20).close()
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "GOOGLE_", "AZURE_"))
+    }
+    return {
+        **kept,
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_REGION": servers.REGION,
+        "AWS_ACCESS_KEY_ID": servers.ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": servers.SECRET_KEY,
+    }
+
+
 @pytest.mark.parametrize(("where", "source"), blocks(), ids=[where for where, _ in blocks()])
-def test_the_python_blocks_of_documents(tmp_path, where, source):
+def test_the_python_blocks_of_documents(tmp_path, request, where, source):
     """Each runs alone, in an empty folder, as a reader would try it."""
+    environment = None
+    if re.search(r"s3://", source):
+        environment = bucket_environment(request.getfixturevalue("s3_server"), tmp_path / "home")
+    folder = tmp_path / "work"
+    folder.mkdir()
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", source],
         capture_output=True,
         text=True,
         check=False,
-        cwd=tmp_path,
+        cwd=folder,
+        env=environment,
         timeout=100,
     )
     assert done.returncode == 0, f"{where}\n{done.stderr}"

@@ -15,7 +15,6 @@ from varvite.errors import (
     CheckpointError,
     InvalidInputError,
     NotARepositoryError,
-    NotBuiltYetError,
     SnapshotNotFoundError,
     StoreError,
     TensorNotFoundError,
@@ -32,6 +31,7 @@ BUILTIN_PARENTS = {
     "TensorNotFound": KeyError,
     "Conflict": Exception,
     "Locked": Exception,
+    "Key": PermissionError,
     "Unsupported": NotImplementedError,
     "Corrupt": Exception,
     "Incomplete": Exception,
@@ -39,7 +39,7 @@ BUILTIN_PARENTS = {
     "Poisoned": RuntimeError,
     "Internal": RuntimeError,
 }
-CLASSES = sorted({*BY_KIND.values(), NotBuiltYetError}, key=lambda kind: kind.__name__)
+CLASSES = sorted(set(BY_KIND.values()), key=lambda kind: kind.__name__)
 
 
 def facts_of(kind: type[CheckpointError]) -> dict[str, object]:

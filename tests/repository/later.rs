@@ -124,6 +124,7 @@ fn a_job_is_copied_before_it_is_done_and_at_once_where_nothing_is_later() {
     let job = Job::start(
         begin(&repository, 1, &state(1, 2), &[], |_| (), &Log::default()),
         Merger::new(repository.clone()),
+        None,
     )
     .unwrap();
     assert!(job.wait_copied(LONG));
@@ -134,7 +135,7 @@ fn a_job_is_copied_before_it_is_done_and_at_once_where_nothing_is_later() {
     let (request, sources) = request_of(2, &tensors);
     let session = repository.begin_save(request, &sources).unwrap();
     assert!(!session.awaits_copy());
-    let job = Job::start(session, Merger::new(repository.clone())).unwrap();
+    let job = Job::start(session, Merger::new(repository.clone()), None).unwrap();
     assert!(job.is_copied());
     job.wait(LONG).unwrap().unwrap();
 }
@@ -149,6 +150,7 @@ fn a_save_that_fails_before_or_in_the_copy_lets_everyone_go_and_the_next_one_wor
         let job = Job::start(
             begin(&repository, step, &state(1, step), &[], change, &log),
             Merger::new(repository.clone()),
+            None,
         )
         .unwrap();
         assert!(job.wait_copied(LONG));
@@ -157,9 +159,12 @@ fn a_save_that_fails_before_or_in_the_copy_lets_everyone_go_and_the_next_one_wor
         assert_eq!(log.lines().last().unwrap(), "dropped");
     }
     let log = Log::default();
-    let job =
-        Job::start(begin(&repository, 4, &state(1, 9), &[], |_| (), &log), Merger::new(repository.clone()))
-            .unwrap();
+    let job = Job::start(
+        begin(&repository, 4, &state(1, 9), &[], |_| (), &log),
+        Merger::new(repository.clone()),
+        None,
+    )
+    .unwrap();
     let seq = job.wait(LONG).unwrap().unwrap().header.seq;
     assert_loads(&repository, seq, &state(1, 9));
     assert_eq!(repository.list().unwrap().headers.len(), 2);

@@ -257,7 +257,7 @@ fn save_behind(repository: &Repository, merger: &Arc<Merger>, step: u64) {
     let state = state_at(step);
     let sources: Vec<&[u8]> = state.values().map(Vec::as_slice).collect();
     let session = repository.begin_save(request(step, &state), &sources).unwrap();
-    Job::start(session, Arc::clone(merger)).unwrap().wait(MINUTE).unwrap().unwrap();
+    Job::start(session, Arc::clone(merger), None).unwrap().wait(MINUTE).unwrap().unwrap();
 }
 
 /// Has the next merge say when it begins to copy, and wait until the sender is dropped.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,21 +25,6 @@ class Varvite(Peer):
     title: ClassVar[str] = "Varvite"
     package: ClassVar[str] = "varvite"
     arguments: ClassVar[dict[str, Any]] = {}
-
-    @classmethod
-    def missing(cls) -> str | None:
-        """Why it can't be measured here: not installed, or a configuration that is not built yet."""
-        reason = super().missing()
-        if reason is not None:
-            return reason
-        from varvite import CheckpointManager
-        from varvite.errors import NotBuiltYetError
-
-        try:
-            with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder, **cls.arguments):
-                return None
-        except NotBuiltYetError as error:
-            return str(error)
 
     @classmethod
     def load_modes(cls, *, is_table: bool) -> tuple[LoadMode, ...]:

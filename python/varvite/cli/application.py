@@ -26,7 +26,9 @@ _COMMANDS: Final = {
     "merge": ("merging", "Rewrite old packs, so that they can go."),
     "pin": ("retaining", "Name a snapshot, and so keep it."),
     "unpin": ("retaining", "Take a name away again."),
-    "doctor": ("examining", "Probe a folder, and the repository in it."),
+    "push": ("moving", "Copy to a bucket what it lacks."),
+    "pull": ("moving", "Copy snapshots of a bucket to a folder."),
+    "doctor": ("examining", "Probe a folder or a bucket, and the repository in it."),
 }
 """File and summary of each command, in the order in which a reader needs them."""
 
@@ -110,8 +112,10 @@ def _sentence(text: str) -> str:
 def application() -> None:
     """Look at repositories of training snapshots, check them, and decide what stays.
 
-    RUN is the folder of a repository. REF names a snapshot: a step (`1000`), `latest`, `latest~2`,
-    `healthy`, `best:METRIC`, `step:N`, `seq:N` or `tag:NAME`.
+    RUN is the folder of a repository, or the url of a bucket, such as s3://bucket/run. REF names a
+    snapshot: a step (`1000`), `latest`, `latest~2`, `healthy`, `best:METRIC`, `step:N`, `seq:N` or
+    `tag:NAME`.
+    Credentials of a bucket come from where its own tools find them, or from `--option`.
 
     \b
     Exit codes: 0 ok, 1 failed, 2 usage, 3 findings (damage, differences),

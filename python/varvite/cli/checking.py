@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from varvite.cli import exits
-from varvite.cli.opening import opened
+from varvite.cli.opening import Place, opened
 from varvite.cli.options import Reference, run_argument, with_output
 from varvite.cli.output import Column, Output, bad
 from varvite.cli.progress import bytes_read
@@ -44,7 +44,7 @@ class _Share(click.ParamType[float]):
 @click.argument("ref", type=Reference(), required=False)
 @click.option("--sample", type=_Share(), default=1.0, help="Share of the chunks to read, such as 0.1 or 10%.")
 @with_output("verify")
-def verify(run: str, ref: str | None, sample: float, output: Output) -> int:
+def verify(run: Place, ref: str | None, sample: float, output: Output) -> int:
     """Check every byte of RUN, or of snapshot REF, against its digest; exit 3 where something is damaged.
 
     Nothing is changed, and a run may go on writing meanwhile. With `--sample` headers and footers of

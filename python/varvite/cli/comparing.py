@@ -8,7 +8,7 @@ import click
 
 from varvite.cli import exits
 from varvite.cli.differences import Changed, Differences, compare
-from varvite.cli.opening import opened, snapshot_facts, tags_of
+from varvite.cli.opening import Place, opened, snapshot_facts, tags_of
 from varvite.cli.options import Reference, bytes_option, run_argument, with_output
 from varvite.cli.outline import plain_json, value_text
 from varvite.cli.output import Cell, Column, Output, bad, dim, doubtful
@@ -43,7 +43,7 @@ _VALUE_WIDTH = 60
 @click.argument("second", type=Reference(), metavar="REF")
 @bytes_option
 @with_output("diff")
-def diff(run: str, first: str, second: str, exact_bytes: bool, output: Output) -> int:
+def diff(run: Place, first: str, second: str, exact_bytes: bool, output: Output) -> int:
     """Compare two snapshots of RUN, tensor by tensor; exit 3 where they differ.
 
     Digests are compared first, and only tensors that differ are read. `relative` is the L2 norm of the

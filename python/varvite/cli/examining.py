@@ -1,4 +1,4 @@
-"""`varvite doctor`: what a folder is like as a place for a repository, and how the one in it is."""
+"""`varvite doctor`: what a folder or a bucket is like as a place for a repository, and how that is."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Final
 
 import click
 
+from varvite.buckets import read_remote
 from varvite.cli import exits
-from varvite.cli.opening import opened
-from varvite.cli.options import with_output
+from varvite.cli.opening import Place, opened
+from varvite.cli.options import place_argument, with_output
 from varvite.cli.output import Cell, Column, Output, bad, doubtful, good
 from varvite.cli.text import counted, printable
-from varvite.doctor import PROBE_COUNT, Check, examine, examine_repository, existing_folder
+from varvite.doctor import PROBE_COUNT, Check, examine, examine_bucket, examine_repository, existing_folder
 from varvite.errors import CheckpointError, NotARepositoryError
 
 __all__ = ["doctor"]
@@ -22,23 +23,26 @@ _VERDICTS: Final = {"ok": good, "warn": doubtful, "bad": bad}
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@place_argument("path")
 @with_output("doctor")
-def doctor(path: str, output: Output) -> int:
-    """Probe folder PATH as a place for a repository, and the repository in it if there is one.
+def doctor(path: Place, output: Output) -> int:
+    """Probe PATH, a folder or the url of a bucket, and the repository in it if there is one.
 
-    PATH need not exist yet: then the folder is probed that it would be made in. Small files are written
-    there and removed again; nothing else changes. Exit 3 where a run would fail or lose data. With
-    `--quiet` only what is not in order is written.
+    A folder need not exist yet: then the one is probed that it would be made in. Small files are written
+    there, or objects of a few MiB in a bucket, and removed again; nothing else changes. Exit 3 where a run
+    would fail or lose data. With `--quiet` only what is not in order is written.
     """
-    with output.bar("probing", lambda: PROBE_COUNT) as bar:
-        checks = examine(path, ended=lambda: bar.advance(1))
-    checks += _repository(path)
+    if path.is_bucket:
+        place, checks = path.path, _bucket(path)
+    else:
+        with output.bar("probing", lambda: PROBE_COUNT) as bar:
+            checks = examine(path.path, ended=lambda: bar.advance(1))
+        place, checks = str(existing_folder(path.path)), [*checks, *_repository(path)]
     failed = sum(check.verdict == "bad" for check in checks)
     doubts = sum(check.verdict == "warn" for check in checks)
     if output.is_json:
         output.document(
-            path=str(existing_folder(path)),
+            path=place,
             ok=not failed,
             checks=[dataclasses.asdict(check) for check in checks],
         )
@@ -60,12 +64,20 @@ def _row(check: Check) -> list[Cell | str]:
     ]
 
 
-def _repository(path: str) -> list[Check]:
+def _bucket(path: Place) -> list[Check]:
+    checks = examine_bucket(read_remote(path.path, path.options, sync_every=1))
+    # What can't be reached once is not asked again.
+    return checks if checks[0].verdict == "bad" else [*checks, *_repository(path)]
+
+
+def _repository(path: Place) -> list[Check]:
     try:
         with opened(path) as engine:
-            return examine_repository(engine)
-    except NotARepositoryError:
-        return [_no_repository(path)]
+            return examine_repository(engine, is_folder=not path.is_bucket)
+    except NotARepositoryError as error:
+        if path.is_bucket:
+            return [Check("repository", "none yet", meaning=error.message)]
+        return [_no_repository(path.path)]
     except CheckpointError as error:
         return [Check("repository", "can't be opened", "bad", error.message)]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from varvite.cli import exits
-from varvite.cli.opening import opened, snapshot_facts, tags_of
+from varvite.cli.clear import show_clear
+from varvite.cli.opening import Place, opened, snapshot_facts
 from varvite.cli.options import bytes_option, run_argument, with_output
-from varvite.cli.output import Cell, Column, Output, bad, dim
+from varvite.cli.output import Cell, Column, Output, bad, dim, doubtful, good
+from varvite.cli.sides import Side, pending, read_bucket, read_side, require_same
 from varvite.cli.text import ago, counted, metrics_text, printable, timestamp
+from varvite.errors import EncryptionKeyError
 from varvite.records import format_bytes
 
 if TYPE_CHECKING:
@@ -36,80 +39,149 @@ _COLUMNS = (
 @run_argument
 @click.option("-a", "--all", "everything", is_flag=True, help="List superseded snapshots too.")
 @click.option("--iso", is_flag=True, help="Show exact times (UTC).")
+@click.option("--remote", metavar="URL", help="Show which snapshots lie here, in this bucket, or in both.")
 @bytes_option
 @with_output("ls")
-def ls(run: str, everything: bool, iso: bool, exact_bytes: bool, output: Output) -> int:
+def ls(run: Place, everything: bool, iso: bool, remote: str | None, exact_bytes: bool, output: Output) -> int:
     """List the snapshots of RUN in commit order.
 
     A snapshot that a later one of the same step supersedes is left out, unless `--all` is given. With
     `--quiet` only references are written, one a line. `raw` are the bytes of all tensors, `stored` those
-    that the save added to the repository.
+    that the save added to the repository. Of an encrypted repository whose key is missing only what stands in
+    the clear is shown.
     """
-    with opened(run) as engine:
-        headers, damaged = engine.snapshots()
-        tags = tags_of(engine)
-        root, identity = engine.root, engine.repository_id
-    newest = {header["step"]: header["seq"] for header in headers}
-    superseded = {header["seq"] for header in headers if newest[header["step"]] != header["seq"]}
-    listed = [header for header in headers if everything or header["seq"] not in superseded]
-    for seq, why in damaged:
+    if remote is not None and run.is_bucket:
+        raise click.UsageError("`--remote` belongs to a folder: RUN is a bucket itself")
+    try:
+        found = _find(run, remote, output)
+    except EncryptionKeyError as error:
+        return show_clear(run, error, iso=iso, exact_bytes=exact_bytes, output=output)
+    listed = [header for header in found.headers if everything or header["seq"] not in found.superseded]
+    for seq, why in found.damaged:
         output.warning(f"snapshot {seq} is damaged: {printable(why)}")
     if output.is_json:
         output.document(
-            repository={"path": root, "id": identity},
-            snapshots=[
-                {**snapshot_facts(header, tags), "superseded": header["seq"] in superseded}
-                for header in listed
-            ],
-            damaged=[{"seq": seq, "why": why} for seq, why in damaged],
+            repository={"path": found.here.root, "id": found.here.identity},
+            **found.remote_facts(),
+            snapshots=[found.snapshot_facts(header) for header in listed],
+            damaged=[{"seq": seq, "why": why} for seq, why in found.damaged],
         )
     elif output.quiet:
         for header in listed:
             output.line(f"seq:{header['seq']}")
-    elif headers or damaged:
-        shown = _Shown(tags, superseded, iso=iso, exact_bytes=exact_bytes)
+    elif found.headers or found.damaged:
+        shown = _Shown(found, iso=iso, exact_bytes=exact_bytes)
         rows = [(header["seq"], shown.row(header)) for header in listed]
-        rows += [(seq, _damaged_row(seq)) for seq, _ in damaged]
-        output.table(_COLUMNS, [row for _, row in sorted(rows, key=lambda row: row[0])])
-        hidden = len(headers) - len(listed)
+        rows += [(seq, shown.damaged_row(seq)) for seq, _ in found.damaged]
+        output.table(shown.columns, [row for _, row in sorted(rows, key=lambda row: row[0])])
+        hidden = len(found.headers) - len(listed)
         if hidden:
             output.message(f"{counted(hidden, 'superseded snapshot')} not shown; `--all` shows them")
+        found.say_pending(output)
     else:
         output.message("no snapshots yet")
     return exits.OK
 
 
+def _find(run: Place, remote: str | None, output: Output) -> _Found:
+    with opened(run if remote is None else Place(run.path)) as engine:
+        found = _Found(read_side(engine, output, with_packs=remote is not None))
+    if remote is not None:
+        found.compare(read_bucket(run.behind(remote), output), remote)
+    return found
+
+
+class _Found:
+    """The snapshots of a repository, and of the bucket beside it if one is looked at."""
+
+    def __init__(self, here: Side) -> None:
+        self.here = here
+        self.there: Side | None = None
+        self._url = ""
+        self._join(here.headers, here.damaged, here.tags)
+
+    def _join(
+        self, headers: dict[int, Header], damaged: list[tuple[int, str]], tags: dict[int, list[str]]
+    ) -> None:
+        self.headers = [headers[seq] for seq in sorted(headers)]
+        self.damaged, self.tags = damaged, tags
+        newest = {header["step"]: header["seq"] for header in self.headers}
+        self.superseded = {
+            header["seq"] for header in self.headers if newest[header["step"]] != header["seq"]
+        }
+
+    def compare(self, there: Side, url: str) -> None:
+        """Adds what lies in a bucket."""
+        require_same(self.here, there)
+        self.there, self._url = there, url
+        damaged = [*self.here.damaged, *((seq, f"in the bucket: {why}") for seq, why in there.damaged)]
+        seqs = there.tags.keys() | self.here.tags.keys()
+        tags = {seq: sorted({*self.here.tags.get(seq, []), *there.tags.get(seq, [])}) for seq in seqs}
+        self._join({**there.headers, **self.here.headers}, damaged, tags)
+
+    def place_of(self, seq: int) -> str:
+        """Returns where a snapshot lies: `here`, `bucket` or `both`."""
+        if self.there is None or seq not in self.there.headers:
+            return "here"
+        return "both" if seq in self.here.headers else "bucket"
+
+    def snapshot_facts(self, header: Header) -> dict[str, Any]:
+        seq = header["seq"]
+        where = {} if self.there is None else {"where": self.place_of(seq)}
+        return {**snapshot_facts(header, self.tags), "superseded": seq in self.superseded, **where}
+
+    def remote_facts(self) -> dict[str, Any]:
+        if self.there is None:
+            return {}
+        left = pending(self.here, self.there)
+        return {"remote": {"url": self._url, "id": self.there.identity, "pending": left.facts()}}
+
+    def say_pending(self, output: Output) -> None:
+        """Says what the bucket lacks."""
+        if self.there is None:
+            return
+        left = pending(self.here, self.there)
+        if left.snapshots:
+            size = f"{counted(len(left.packs), 'pack')}, {format_bytes(left.pack_bytes)}"
+            output.message(f"{counted(len(left.snapshots), 'snapshot')} to push: {size}")
+        else:
+            output.message("nothing to push: the bucket has all snapshots that are here")
+
+
 class _Shown:
     """Snapshots as rows for people."""
 
-    def __init__(
-        self, tags: dict[int, list[str]], superseded: set[int], *, iso: bool, exact_bytes: bool
-    ) -> None:
-        self._tags = tags
-        self._superseded = superseded
+    def __init__(self, found: _Found, *, iso: bool, exact_bytes: bool) -> None:
+        self._found = found
         self._iso = iso
         self._size = str if exact_bytes else format_bytes
         self._now = time.time_ns() // 1_000_000
+        where = () if found.there is None else (Column("where"),)
+        self.columns = (*_COLUMNS[:3], *where, *_COLUMNS[3:])
 
     def row(self, header: Header) -> list[Cell | str]:
         created = header["created_at_unix_ms"]
         nonfinite = sum(header["nonfinite"].values())
+        is_superseded = header["seq"] in self._found.superseded
         cells: list[Cell | str] = [
             str(header["seq"]),
             str(header["step"]),
-            header["kind"],
+            f"{header['kind']}, superseded" if is_superseded else header["kind"],
+            *self._where(header["seq"]),
             timestamp(created) if self._iso else ago(created, self._now),
             self._size(header["raw_bytes"]),
             self._size(header["stored_bytes"]),
             metrics_text(header["metrics"]),
             "yes" if header["healthy"] else bad(f"{nonfinite} not finite"),
-            ", ".join(self._tags.get(header["seq"], [])),
+            ", ".join(self._found.tags.get(header["seq"], [])),
         ]
-        if header["seq"] not in self._superseded:
-            return cells
-        cells[2] = f"{header['kind']}, superseded"
-        return [cell if isinstance(cell, Cell) else dim(cell) for cell in cells]
+        return [cell if isinstance(cell, Cell) else dim(cell) for cell in cells] if is_superseded else cells
 
+    def damaged_row(self, seq: int) -> list[Cell | str]:
+        return [str(seq), "?", bad("damaged"), *("" for _ in self.columns[3:])]
 
-def _damaged_row(seq: int) -> list[Cell | str]:
-    return [str(seq), "?", bad("damaged"), *("" for _ in range(len(_COLUMNS) - 3))]
+    def _where(self, seq: int) -> list[Cell | str]:
+        if self._found.there is None:
+            return []
+        place = self._found.place_of(seq)
+        return [{"both": good, "here": doubtful}.get(place, Cell)(place)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from varvite.cli import exits
-from varvite.cli.opening import opened
+from varvite.cli.opening import Place, opened
 from varvite.cli.options import run_argument, with_output
 from varvite.cli.output import Output
 from varvite.cli.text import counted, printable
@@ -17,7 +17,7 @@ __all__ = ["merge"]
 @click.command()
 @run_argument
 @with_output("merge")
-def merge(run: str, output: Output) -> int:
+def merge(run: Place, output: Output) -> int:
     """Rewrite what is live in the packs of RUN into few new ones; exit 3 where something is damaged.
 
     Every snapshot stays as it is, and every chunk is verified on the way. Damaged chunks are left where they

@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 import click
 
+from varvite.buckets import options_of_texts
+from varvite.cli.opening import Place
 from varvite.cli.output import Output
 
-__all__ = ["Reference", "bytes_option", "run_argument", "with_output"]
+__all__ = ["Reference", "bytes_option", "place_argument", "run_argument", "with_output"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,7 +28,34 @@ class Reference(click.ParamType[str]):
         return f"step:{value}" if value.isascii() and value.isdecimal() else str(value)
 
 
-run_argument = click.argument("run", type=click.Path(), metavar="RUN")
+def place_argument(name: str) -> Callable[[Function], Function]:
+    """Adds an argument that names a folder or a bucket, and `--option` for the bucket.
+
+    Args:
+        name: Name of the argument, under which the function gets a `Place`.
+    """
+
+    def decorate(function: Function) -> Function:
+        @click.argument(name, type=click.Path(), metavar=name.upper())
+        @click.option(
+            "-o",
+            "--option",
+            "bucket_options",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="Option of the bucket, such as region=eu-west-1; can be repeated.",
+        )
+        @functools.wraps(function)
+        def run(*args: Any, bucket_options: tuple[str, ...], **options: Any) -> Any:
+            place = Place(options.pop(name), options_of_texts(bucket_options))
+            return function(*args, **{name: place}, **options)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+run_argument = place_argument("run")
 
 bytes_option = click.option(
     "--bytes", "exact_bytes", is_flag=True, help="Show sizes as exact numbers of bytes."

@@ -22,10 +22,18 @@ class Bar:
     def advance(self, amount: int) -> None:
         """Moves the bar on."""
 
+    def reach(self, amount: int) -> None:
+        """Moves the bar to a place."""
+
     @contextmanager
-    def following(self, read: Callable[[], int]) -> Iterator[None]:
-        """Moves the bar to what `read` returns, again and again while the block runs."""
-        del read
+    def following(self, read: Callable[[], int], total: Callable[[], int] | None = None) -> Iterator[None]:
+        """Moves the bar to what `read` returns, again and again while the block runs.
+
+        Args:
+            read: Tells how far it is.
+            total: Tells where it ends, where that becomes known only on the way.
+        """
+        del read, total
         yield
 
 
@@ -38,13 +46,24 @@ class _TerminalBar(Bar):
     def advance(self, amount: int) -> None:
         self._progress.advance(self._task, amount)
 
+    def reach(self, amount: int) -> None:
+        self._progress.update(self._task, completed=min(amount, self._total))
+
+    def _aim_at(self, total: int) -> None:
+        # rich forgets the rate at each change, so small ones are left out.
+        if abs(total - self._total) > self._total // 50:
+            self._total = total
+            self._progress.update(self._task, total=total)
+
     @contextmanager
-    def following(self, read: Callable[[], int]) -> Iterator[None]:
+    def following(self, read: Callable[[], int], total: Callable[[], int] | None = None) -> Iterator[None]:
         ended = threading.Event()
 
         def follow() -> None:
             while not ended.wait(_POLL_SECONDS):
-                self._progress.update(self._task, completed=min(read(), self._total))
+                if total is not None:
+                    self._aim_at(total())
+                self.reach(read())
 
         thread = threading.Thread(target=follow, name="varvite-progress", daemon=True)
         thread.start()
@@ -57,20 +76,24 @@ class _TerminalBar(Bar):
 
 @contextmanager
 def terminal_bar(description: str, total: int, *, is_bytes: bool, color: bool) -> Iterator[Bar]:
-    """Draws a bar on stderr while the block runs, and removes it at the end."""
+    """Draws a bar on stderr while the block runs, and removes it at the end; bytes with their rate."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
         TextColumn,
         TimeRemainingColumn,
+        TransferSpeedColumn,
     )
 
-    counts = DownloadColumn() if is_bytes else MofNCompleteColumn()
+    counts: list[ProgressColumn] = (
+        [DownloadColumn(), TransferSpeedColumn()] if is_bytes else [MofNCompleteColumn()]
+    )
     console = Console(stderr=True, no_color=not color, markup=False, emoji=False)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), counts, TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield _TerminalBar(progress, progress.add_task(description, total=total), total)
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from varvite.cli import exits
-from varvite.cli.opening import opened
+from varvite.cli.opening import Place, opened
 from varvite.cli.options import bytes_option, run_argument, with_output
 from varvite.cli.outline import plain_json
 from varvite.cli.output import Cell, Column, Output, bad, dim, doubtful, good
@@ -42,7 +42,7 @@ _VERDICTS: Final = {"continuous": good, "discontinuous": bad, "not evaluated": d
 @click.option("--iso", is_flag=True, help="Show exact times (UTC).")
 @bytes_option
 @with_output("receipts")
-def receipts(run: str, newest: int | None, iso: bool, exact_bytes: bool, output: Output) -> int:
+def receipts(run: Place, newest: int | None, iso: bool, exact_bytes: bool, output: Output) -> int:
     """List what was restored from RUN or into it, oldest first, and how each run went on.
 
     `verified` are the bytes whose digest was checked, `ranks` those that saved and those that were restored.

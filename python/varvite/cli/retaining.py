@@ -13,7 +13,7 @@ import click
 
 from varvite import keep
 from varvite.cli import exits
-from varvite.cli.opening import opened, snapshot_facts, tags_of
+from varvite.cli.opening import Place, opened, snapshot_facts, tags_of
 from varvite.cli.options import Reference, run_argument, with_output
 from varvite.cli.output import Cell, Column, Output, bad, good
 from varvite.cli.text import counted, printable
@@ -94,7 +94,7 @@ def _policy_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("-y", "--yes", is_flag=True, help="Remove without asking.")
 @with_output("prune")
 def prune(
-    run: str, keep_tagged: bool, dry_run: bool, yes: bool, output: Output, **policies: tuple[Keep, ...]
+    run: Place, keep_tagged: bool, dry_run: bool, yes: bool, output: Output, **policies: tuple[Keep, ...]
 ) -> int:
     """Remove the snapshots of RUN that no policy keeps, after showing what stays and goes, and why.
 
@@ -122,7 +122,7 @@ def prune(
 
 
 def _prune_json(
-    run: str, policy: Keep, plan: Plan, root: str, *, dry_run: bool, yes: bool, output: Output
+    run: Place, policy: Keep, plan: Plan, root: str, *, dry_run: bool, yes: bool, output: Output
 ) -> int:
     freed_bytes, applied, code = plan["freed_bytes"], False, exits.OK
     if plan["removed"] and not dry_run:
@@ -156,7 +156,7 @@ def _permission(count: int, *, yes: bool) -> int:
     return exits.FAILED
 
 
-def _remove(run: str, policy: Keep, shown: Plan) -> int:
+def _remove(run: Place, policy: Keep, shown: Plan) -> int:
     """Removes what the plan that was shown removes, and nothing else; returns the bytes freed."""
     with opened(run, access="write", keep=policy) as engine:
         seqs = {row[0] for row in shown["removed"]}
@@ -195,7 +195,7 @@ def _show_plan(plan: Plan, *, dry_run: bool, output: Output) -> None:
 @click.argument("ref", type=Reference())
 @click.argument("name")
 @with_output("pin")
-def pin(run: str, ref: str, name: str, output: Output) -> int:
+def pin(run: Place, ref: str, name: str, output: Output) -> int:
     """Give snapshot REF of RUN a NAME, which keeps it from being pruned until `unpin`.
 
     It works beside a run that is saving. `tag:NAME` is a reference to it from now on.
@@ -216,7 +216,7 @@ def pin(run: str, ref: str, name: str, output: Output) -> int:
 @run_argument
 @click.argument("name")
 @with_output("unpin")
-def unpin(run: str, name: str, output: Output) -> int:
+def unpin(run: Place, name: str, output: Output) -> int:
     """Take a NAME from its snapshot of RUN, which then goes when no policy keeps it."""
     with opened(run, access="tag") as engine:
         seq = engine.tags().get(name)

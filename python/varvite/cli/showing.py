@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from varvite.cli import exits
-from varvite.cli.opening import opened, snapshot_facts, tags_of
+from varvite.cli.opening import Place, opened, snapshot_facts, tags_of
 from varvite.cli.options import Reference, bytes_option, run_argument, with_output
 from varvite.cli.outline import plain_json, plain_values, value_text
 from varvite.cli.output import Cell, Column, Output, bad, good
@@ -39,7 +39,7 @@ _VALUE_WIDTH = 100
 @bytes_option
 @with_output("show")
 def show(
-    run: str, ref: str, tree: bool, structure: bool, depth: int | None, exact_bytes: bool, output: Output
+    run: Place, ref: str, tree: bool, structure: bool, depth: int | None, exact_bytes: bool, output: Output
 ) -> int:
     """Show the facts and the tensors of snapshot REF of RUN, from its manifest alone.
 

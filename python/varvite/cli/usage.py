@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from varvite.cli import exits
-from varvite.cli.opening import opened
+from varvite.cli.opening import Place, opened
 from varvite.cli.options import Reference, bytes_option, run_argument, with_output
 from varvite.cli.outline import kinds_of, split_name
 from varvite.cli.output import Column, Output
@@ -63,7 +63,7 @@ class _Usage(NamedTuple):
 @bytes_option
 @with_output("du")
 def du(
-    run: str, ref: str | None, by: str | None, depth: int | None, exact_bytes: bool, output: Output
+    run: Place, ref: str | None, by: str | None, depth: int | None, exact_bytes: bool, output: Output
 ) -> int:
     """Show what takes the space in RUN: by snapshot, or within snapshot REF by kind or layer.
 

@@ -1,4 +1,4 @@
-"""What a folder is like as a place for a repository, and how the repository in it is.
+"""What a folder or a bucket is like as a place for a repository, and how the repository in it is.
 
 Example:
     >>> import tempfile
@@ -10,8 +10,9 @@ Example:
 
 from __future__ import annotations
 
+from varvite.doctor.bucket import examine_bucket
 from varvite.doctor.checks import Check
 from varvite.doctor.folder import PROBE_COUNT, examine, existing_folder
 from varvite.doctor.repository import examine_repository
 
-__all__ = ["PROBE_COUNT", "Check", "examine", "examine_repository", "existing_folder"]
+__all__ = ["PROBE_COUNT", "Check", "examine", "examine_bucket", "examine_repository", "existing_folder"]

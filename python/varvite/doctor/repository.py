@@ -20,16 +20,19 @@ __all__ = ["examine_repository"]
 _HOLDER: Final = re.compile(r"(process [0-9]+ on \S+) since ([0-9]{1,15}) \(unix milliseconds\)")
 
 
-def examine_repository(engine: Engine) -> list[Check]:
-    """Runs all checks of a repository that is open for reading; it changes nothing."""
+def examine_repository(engine: Engine, *, is_folder: bool = True) -> list[Check]:
+    """Runs all checks of a repository that is open for reading; it changes nothing.
+
+    Args:
+        engine: The repository.
+        is_folder: Whether it lies in a folder, which has a lock and staged files.
+    """
+    checks = [_snapshots(engine), _receipts(engine)]
+    if not is_folder:
+        return checks
     root = Path(engine.root)
     is_held, text = lock_state(root / "writer.lock")
-    return [
-        _snapshots(engine),
-        _receipts(engine),
-        _lock(is_held, text),
-        _staged(root / "tmp", is_held=is_held),
-    ]
+    return [*checks, _lock(is_held, text), _staged(root / "tmp", is_held=is_held)]
 
 
 def _snapshots(engine: Engine) -> Check:

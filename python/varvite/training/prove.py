@@ -29,6 +29,8 @@ __all__ = ["Proof", "prove_resume"]
 _NAMES_LIMIT = 20
 """How many names of what differs a proof lists."""
 _NEVER = 1 << 62
+_OF_BUCKET = ("remote", "remote_options", "sync_every")
+"""Arguments of a manager that say where a run is pushed."""
 
 Digests = dict[str, str]
 
@@ -267,10 +269,12 @@ def _do_again(
     phases = Phases() if phases is None else phases
     alone = {"keep": None, "merge": None, "fsync": False, "compression": "none", "async_save": False}
     settings = {**job.manager, **alone}
+    # What is done again belongs to this process: the run's bucket is read and never written.
+    local = {name: value for name, value in settings.items() if name not in _OF_BUCKET}
 
     def make_data(run: Run) -> ResumableLoader:
         run.manager.close()
-        run.manager = CheckpointManager(folder, **settings)
+        run.manager = CheckpointManager(folder, **local)
         run.until = run.report.next_step + steps
         return phases.make_data(run)
 
@@ -286,5 +290,5 @@ def _do_again(
     result = run_training(again, step_fn=step_fn, phases=dataclasses.replace(phases, make_data=make_data))
     if result.snapshot is None:
         raise CheckpointError(f"steps done again stopped after step {result.step}: {result.reason}")
-    with CheckpointManager(folder, **{**settings, "read_only": True}) as manager:
+    with CheckpointManager(folder, **{**local, "read_only": True}) as manager:
         return result.snapshot.digest, state_parts(manager, result.snapshot.seq)

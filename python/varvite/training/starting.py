@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from varvite import names
@@ -39,7 +38,9 @@ from varvite.weights.rules import KeyPlan, KeyRules, plan_keys
 
 if TYPE_CHECKING:
     from varvite._native import Engine
+    from varvite.manager import CheckpointManager
     from varvite.ranks import Alone
+    from varvite.settings import Settings
 
 __all__ = ["Source", "fork_run", "plan_warm_start", "start_warm"]
 
@@ -52,14 +53,14 @@ class Source:
 
     Attributes:
         path: The repository as it was given.
-        folder: Its folder.
+        settings: How it was opened.
         engine: Its engine.
         view: The snapshot.
         info: Facts of the snapshot.
     """
 
     path: str
-    folder: Path
+    settings: Settings
     engine: Engine
     view: SnapshotView
     info: SnapshotInfo
@@ -119,7 +120,7 @@ def _opened(
     with ExitStack() as stack:
         with in_step(ranks, "open the other repository"):
             if isinstance(source, Repository):
-                repository, path = source, str(source._settings.path)  # noqa: SLF001 - its path
+                repository, path = source, source._settings.place  # noqa: SLF001 - its path
             else:
                 # Each rank reads by itself here, whatever a launcher has left in the environment.
                 alone = CheckpointManager(source, read_only=True, rank=0, world_size=1)
@@ -137,7 +138,7 @@ def _opened(
         with in_step(ranks, "open the snapshot"):
             view = SnapshotView(engine, seq, rank)
             info = make_info(view.header, read_tags(engine))
-        yield Source(path, repository._settings.path, engine, view, info)  # noqa: SLF001
+        yield Source(path, repository._settings, engine, view, info)  # noqa: SLF001
 
 
 def _refuse_own(source: Engine, path: str, own: Engine, verb: str) -> None:
@@ -510,11 +511,9 @@ def _pin(source: Source, name: str, undo: ExitStack) -> None:
 
     A pin of this name is of this run, from a start that did not reach its first save: it is moved.
     """
-    from varvite.manager import open_for_tags
-
     seq = source.info.seq
     try:
-        with open_for_tags(source.folder) as tags:
+        with _open_tags(source) as tags:
             if name in source.info.tags:
                 return
             if any(name in named for named in read_tags(tags._engine).values()):  # noqa: SLF001 - as above
@@ -526,12 +525,20 @@ def _pin(source: Source, name: str, undo: ExitStack) -> None:
             hint="pass pin=False to fork without; then the parent's retention may remove the snapshot",
             **error.facts,
         ) from error
-    undo.callback(_unpin, source.folder, name)
+    undo.callback(_unpin, source, name)
 
 
-def _unpin(folder: Path, name: str) -> None:
+def _unpin(source: Source, name: str) -> None:
     """Takes a pin back after a fork that failed, which is what its caller has to hear of."""
+    with suppress(CheckpointError), _open_tags(source) as tags:
+        tags.unpin(name)
+
+
+def _open_tags(source: Source) -> CheckpointManager:
+    """Opens the parent's repository to add and remove names; one that is read in its bucket, there."""
     from varvite.manager import open_for_tags
 
-    with suppress(CheckpointError), open_for_tags(folder) as tags:
-        tags.unpin(name)
+    remote = source.settings.remote
+    if remote is not None and source.settings.is_direct:
+        return open_for_tags(remote.url, remote.options)
+    return open_for_tags(source.settings.path)

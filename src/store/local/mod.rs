@@ -250,3 +250,22 @@ fn unlink(path: &Path) -> Result<u64> {
 pub fn open_file(path: &Path) -> Result<fs::File> {
     files::open_regular(path, fs::OpenOptions::new().read(true)).map(|(file, _)| file)
 }
+
+/// Reads a file that is no object: one of the user's settings, of at most `limit_bytes`. Unlike an object it
+/// may lie behind a link, as what a cluster mounts does.
+///
+/// # Errors
+/// [`Error::Store`] where it can't be read, [`Error::InvalidInput`] where it is too long.
+pub fn read_settings(path: &Path, limit_bytes: u64) -> Result<Vec<u8>> {
+    use std::io::Read;
+    let file = fs::File::open(path).map_err(Error::store("open", shown(path)))?;
+    let mut bytes = Vec::new();
+    file.take(limit_bytes + 1).read_to_end(&mut bytes).map_err(Error::store("read", shown(path)))?;
+    if bytes.len() as u64 > limit_bytes {
+        return Err(Error::invalid(
+            format!("file `{}`", shown(path)),
+            format!("is longer than {limit_bytes} bytes"),
+        ));
+    }
+    Ok(bytes)
+}

@@ -40,7 +40,7 @@ def test_a_place_without_a_repository_has_its_own_code(tmp_path: Path, command: 
         (["ls"], exits.USAGE),
         (["ls", "{run}", "--frob"], exits.USAGE),
         (["frob"], exits.USAGE),
-        (["ls", "s3://bucket/run"], exits.FAILED),
+        (["ls", "s3://bucket/run", "-o", "part_bytes=1"], exits.USAGE),
     ],
 )
 def test_errors_have_codes_and_one_form(run: Path, arguments: list[str], code: int) -> None:

@@ -16,7 +16,7 @@ import varvite
 from varvite import _native
 from varvite.errors import CheckpointError
 
-SAVED = [point for point in _native.KILL_POINTS if not point.startswith(("merge", "recover"))]
+SAVED = [point for point in _native.KILL_POINTS if not point.startswith(("merge", "recover", "sync"))]
 # The save of small tensors copies nothing later.
 OF_ALL = [point for point in SAVED if point.startswith(("save", "publish")) and point != "save.copied"]
 OF_THE_COORDINATOR = [point for point in SAVED if point.startswith(("commit", "put", "sweep", "delete"))]

@@ -8,11 +8,11 @@ from varvite import CheckpointManager
 folder, pipe = sys.argv[1:]
 manager = CheckpointManager(folder)
 manager.save_sync(1, {"v": 1})
-child = os.fork()
-if child == 0:
+if os.fork() == 0:
+    # By now it has let go of the lock's file; the parent can be back from the fork before that.
+    print(os.getpid(), flush=True)
     # A data-loader worker holds what its parent had open, until somebody writes to the pipe.
     with open(pipe, "rb") as file:
         file.read()
     os._exit(0)
-print(child, flush=True)
 sys.stdin.read()

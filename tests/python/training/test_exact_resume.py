@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 KINDS = ["sgd", "foreach", "fused", "bf16", "scaler", "step_lr", "cosine"]
 EDGES = {"mid-epoch": 5, "epoch edge": 7}
-# Those of the engine but for merges; `save.copied` is passed with tensors that are copied in the background,
-# and these are small.
+# Those of the engine but for merges and pushes; `save.copied` is passed with tensors that are copied in the
+# background, and these are small.
 NATIVE = [
     point
     for point in _native.KILL_POINTS
-    if not point.startswith(("merge.", "recover.")) and point != "save.copied"
+    if not point.startswith(("merge.", "recover.", "sync.")) and point != "save.copied"
 ]
 IN_PYTHON = [
     "update.before",

@@ -1,0 +1,450 @@
+//! From a url, options and the environment to a connection of `object_store`.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Debug;
+use std::hash::Hash;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as S3Key};
+use object_store::azure::{AzureConfigKey as AzureKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey as GoogleKey};
+use object_store::memory::InMemory;
+use object_store::{ClientConfigKey, RetryConfig};
+
+use super::address::{Address, Provider};
+use super::client::{Backend, Connect};
+use super::credentials::{CachedCredentials, CredentialSource};
+use super::failure::NoCredentials;
+use super::http::Connector;
+use super::settings::take_flag;
+use super::sources::{Environment, FILE_LIMIT_BYTES, keys_of};
+use crate::error::{Error, Result};
+use crate::store::local::read_settings;
+
+/// Options that every provider has, for messages.
+const COMMON: &str =
+    "endpoint anonymous ca_bundle part_bytes parallel timeout_seconds retry_seconds single_writer";
+
+/// Options for S3 beyond these.
+const OF_S3: &str = "region access_key_id secret_access_key session_token profile virtual_hosted";
+
+/// Options that arrive as strings, and what else the way to a bucket depends on.
+pub(super) struct Way<'a> {
+    pub(super) address: &'a Address,
+    /// Options by name; ours are taken out already.
+    pub(super) options: BTreeMap<String, String>,
+    pub(super) environment: Environment,
+    pub(super) credentials: Option<Arc<dyn CredentialSource>>,
+    pub(super) timeout_seconds: Option<f64>,
+}
+
+/// Settings of a provider, as `object_store` names them.
+type Config<K> = HashMap<K, String>;
+
+impl Way<'_> {
+    /// Finds the way; sends nothing.
+    pub(super) fn connect(mut self) -> Result<Box<Connect>> {
+        for (name, value) in &self.address.options {
+            self.options.entry((*name).to_owned()).or_insert_with(|| value.clone());
+        }
+        let brings_credentials = self.credentials.is_some();
+        match self.address.provider {
+            Provider::S3 => self.s3(),
+            _ if brings_credentials => {
+                Err(Error::invalid("`credentials`", "is for S3; other providers take options of their own"))
+            }
+            Provider::Google => self.google(),
+            Provider::Azure => self.azure(),
+            Provider::Memory => self.memory(),
+        }
+    }
+
+    fn s3(mut self) -> Result<Box<Connect>> {
+        let profile_name = self.options.remove("profile");
+        let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
+        let virtual_hosted = take_flag(&mut self.options, "virtual_hosted")?.unwrap_or(false);
+        let connector = self.connector(true)?;
+        let mut config = self.s3_config()?;
+        self.add_profile(&mut config, profile_name.as_deref(), takes_none || self.credentials.is_some())?;
+        let disabled = self.environment.get("AWS_EC2_METADATA_DISABLED").is_some_and(|value| value == "true");
+        let has_none = disabled && !has_source(&config) && !takes_none;
+        let endpoint = config.remove(&S3Key::S3Endpoint).or_else(|| config.remove(&S3Key::Endpoint));
+        let mut builder = AmazonS3Builder::new().with_bucket_name(&self.address.bucket);
+        if let Some(endpoint) = endpoint {
+            let endpoint = checked_endpoint(&endpoint, virtual_hosted.then_some(&self.address.bucket))?;
+            builder = builder.with_allow_http(endpoint.starts_with("http://")).with_endpoint(endpoint);
+        }
+        builder = builder.with_virtual_hosted_style_request(virtual_hosted).with_skip_signature(takes_none);
+        let credentials = self.credentials.take().map(|source| Arc::new(CachedCredentials::new(source)));
+        if let Some(credentials) = &credentials {
+            builder = builder.with_credentials(Arc::clone(credentials) as _);
+        } else if has_none {
+            builder = builder.with_credentials(Arc::new(NoSource));
+        }
+        builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
+        builder = builder.with_retry(no_retry()).with_http_connector(connector);
+        Ok(Box::new(move || {
+            let store = builder.clone().build().map_err(|error| refused(&error))?;
+            Ok(Backend { credentials: credentials.clone(), ..Backend::of(store) })
+        }))
+    }
+
+    /// What the environment and the options say.
+    fn s3_config(&self) -> Result<Config<S3Key>> {
+        let mut config = self.in_environment("AWS_", S3Key::from_str);
+        // These would take away what the store rests on.
+        for key in [S3Key::Bucket, S3Key::ConditionalPut, S3Key::CopyIfNotExists] {
+            config.remove(&key);
+        }
+        let translate = |name: &str| match name {
+            "endpoint" => Some("aws_endpoint"),
+            "region" => Some("aws_region"),
+            "access_key_id" => Some("aws_access_key_id"),
+            "secret_access_key" => Some("aws_secret_access_key"),
+            "session_token" => Some("aws_session_token"),
+            _ => None,
+        };
+        let chosen = self.chosen("aws_", OF_S3, translate, S3Key::from_str)?;
+        if chosen.contains_key(&S3Key::Endpoint) {
+            config.remove(&S3Key::S3Endpoint);
+        }
+        if chosen.contains_key(&S3Key::AccessKeyId) {
+            config.remove(&S3Key::Token);
+        }
+        config.extend(chosen);
+        // The checksum guards the bytes, and TLS their way: a second digest of all would only cost time.
+        config.entry(S3Key::Checksum).or_insert_with(|| "CRC64NVME".to_owned());
+        if config.get(&S3Key::Checksum).is_some_and(|name| name == "none") {
+            config.remove(&S3Key::Checksum);
+        }
+        config.entry(S3Key::UnsignedPayload).or_insert_with(|| "true".to_owned());
+        Ok(config)
+    }
+
+    /// Takes from the shared files what nothing else has said.
+    fn add_profile(
+        &self,
+        config: &mut Config<S3Key>,
+        named: Option<&str>,
+        has_credentials: bool,
+    ) -> Result<()> {
+        let wanted = named.or_else(|| self.environment.get("AWS_PROFILE"));
+        let profile = self.environment.profile(named)?;
+        let options_have_keys =
+            ["access_key_id", "aws_access_key_id"].iter().any(|name| self.options.contains_key(*name));
+        let needs_keys = named.is_some() && !options_have_keys || !has_source(config);
+        if !has_credentials
+            && needs_keys
+            && (wanted.is_some() || profile.keys.is_some() || profile.wants.is_some())
+        {
+            let keys = keys_of(&profile, wanted.unwrap_or("default"))?;
+            config.insert(S3Key::AccessKeyId, keys.access_key_id);
+            config.insert(S3Key::SecretAccessKey, keys.secret_access_key.expose().to_owned());
+            match keys.session_token {
+                Some(token) => config.insert(S3Key::Token, token.expose().to_owned()),
+                None => config.remove(&S3Key::Token),
+            };
+        }
+        if let Some(region) = profile.region
+            && !config.contains_key(&S3Key::Region)
+            && !config.contains_key(&S3Key::DefaultRegion)
+        {
+            config.insert(S3Key::Region, region);
+        }
+        if let Some(endpoint) = profile.endpoint
+            && !config.contains_key(&S3Key::Endpoint)
+            && !config.contains_key(&S3Key::S3Endpoint)
+        {
+            config.insert(S3Key::Endpoint, endpoint);
+        }
+        Ok(())
+    }
+
+    fn google(mut self) -> Result<Box<Connect>> {
+        let mut config = self.in_environment("GOOGLE_", GoogleKey::from_str);
+        config.remove(&GoogleKey::Bucket);
+        let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
+        let connector = self.connector(false)?;
+        let translate = |name: &str| (name == "endpoint").then_some("google_base_url");
+        config.extend(self.chosen("google_", "", translate, GoogleKey::from_str)?);
+        let mut builder = GoogleCloudStorageBuilder::new()
+            .with_bucket_name(&self.address.bucket)
+            .with_skip_signature(takes_none)
+            .with_retry(no_retry())
+            .with_http_connector(connector);
+        if let Some(endpoint) = config.remove(&GoogleKey::BaseUrl) {
+            builder = builder.with_config(GoogleKey::BaseUrl, checked_endpoint(&endpoint, None)?);
+        }
+        builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
+        Ok(Box::new(move || {
+            let store = builder.clone().build().map_err(|error| refused(&error))?;
+            Ok(Backend { has_generations: true, ..Backend::of(store) })
+        }))
+    }
+
+    fn azure(mut self) -> Result<Box<Connect>> {
+        let mut config = self.in_environment("AZURE_", AzureKey::from_str);
+        config.remove(&AzureKey::ContainerName);
+        let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
+        let connector = self.connector(false)?;
+        let translate = |name: &str| (name == "endpoint").then_some("azure_endpoint");
+        config.extend(self.chosen("azure_", "", translate, AzureKey::from_str)?);
+        let mut builder = MicrosoftAzureBuilder::new()
+            .with_container_name(&self.address.bucket)
+            .with_skip_signature(takes_none)
+            .with_retry(no_retry())
+            .with_http_connector(connector);
+        if let Some(endpoint) = config.get(&AzureKey::Endpoint) {
+            builder = builder.with_allow_http(checked_endpoint(endpoint, None)?.starts_with("http://"));
+        }
+        builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
+        Ok(Box::new(move || {
+            let store = builder.clone().build().map_err(|error| refused(&error))?;
+            Ok(Backend::of(store))
+        }))
+    }
+
+    /// A bucket in the memory of this process, one for each name: for tests.
+    fn memory(self) -> Result<Box<Connect>> {
+        use std::sync::{LazyLock, Mutex, PoisonError};
+        static BUCKETS: LazyLock<Mutex<HashMap<String, InMemory>>> = LazyLock::new(Mutex::default);
+        if let Some(name) = self.options.keys().next() {
+            return Err(unknown(name, "", COMMON));
+        }
+        let mut buckets = BUCKETS.lock().unwrap_or_else(PoisonError::into_inner);
+        let bucket = buckets.entry(self.address.bucket.clone()).or_default().clone();
+        Ok(Box::new(move || Ok(Backend::in_memory(&bucket))))
+    }
+
+    /// What the environment says, where `object_store` knows it.
+    fn in_environment<K: Eq + Hash + Debug>(
+        &self,
+        start: &str,
+        parse: impl Fn(&str) -> object_store::Result<K>,
+    ) -> Config<K> {
+        let set = self.environment.beginning(start);
+        set.filter_map(|(name, value)| {
+            let key = parse(&name).ok()?;
+            // Time-outs and the like are ours to choose.
+            (!is_of_client(&key)).then(|| (key, value.to_owned()))
+        })
+        .collect()
+    }
+
+    /// The options of the program, as `object_store` names them.
+    fn chosen<K: Eq + Hash + Debug>(
+        &self,
+        start: &str,
+        of_provider: &str,
+        translate: impl Fn(&str) -> Option<&'static str>,
+        parse: impl Fn(&str) -> object_store::Result<K>,
+    ) -> Result<Config<K>> {
+        let mut config = Config::new();
+        for (name, value) in &self.options {
+            let theirs = translate(name).or_else(|| name.starts_with(start).then_some(name.as_str()));
+            let key = theirs.and_then(|theirs| parse(theirs).ok()).filter(|key| !is_of_client(key));
+            let key = key.ok_or_else(|| unknown(name, start, &format!("{COMMON} {of_provider}")))?;
+            config.insert(key, value.clone());
+        }
+        Ok(config)
+    }
+
+    fn connector(&mut self, conditional_join: bool) -> Result<Connector> {
+        let path = self.options.remove("ca_bundle");
+        let path = path.or_else(|| self.environment.get("AWS_CA_BUNDLE").map(ToOwned::to_owned));
+        let ca_bundle = match path {
+            Some(path) => Some(Arc::new(read_settings(path.as_ref(), FILE_LIMIT_BYTES)?)),
+            None => None,
+        };
+        Ok(Connector { ca_bundle, timeout_seconds: self.timeout_seconds, conditional_join })
+    }
+}
+
+/// Whether a key is one of the HTTP client, which is ours, but for those that the client heeds.
+fn is_of_client<K: Debug>(key: &K) -> bool {
+    let heeded =
+        [ClientConfigKey::AllowHttp, ClientConfigKey::AllowInvalidCertificates, ClientConfigKey::ProxyUrl];
+    let name = format!("{key:?}");
+    name.starts_with("Client(") && !heeded.iter().any(|heeded| name == format!("Client({heeded:?})"))
+}
+
+fn unknown(name: &str, start: &str, legal: &str) -> Error {
+    let names = legal.split_whitespace().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    let theirs = if start.is_empty() {
+        String::new()
+    } else {
+        format!(", and what object_store names beginning with `{start}`")
+    };
+    Error::invalid(
+        format!("option `{}`", name.escape_debug()),
+        format!("is not known; there are: {names}{theirs}"),
+    )
+}
+
+/// Whether credentials are named, wherever they come from.
+fn has_source(config: &Config<S3Key>) -> bool {
+    let named = [
+        S3Key::AccessKeyId,
+        S3Key::SecretAccessKey,
+        S3Key::WebIdentityTokenFile,
+        S3Key::ContainerCredentialsRelativeUri,
+        S3Key::ContainerCredentialsFullUri,
+        S3Key::SkipSignature,
+    ];
+    named.iter().any(|key| config.contains_key(key))
+}
+
+/// An endpoint without a slash at its end; `bucket` is put in front of its host.
+fn checked_endpoint(endpoint: &str, bucket: Option<&str>) -> Result<String> {
+    let invalid = |reason: String| Error::invalid("option `endpoint`", reason);
+    let host = match endpoint.split_once("://") {
+        Some((scheme @ ("http" | "https"), host)) if !host.contains(['@', '?', '#']) => Some((scheme, host)),
+        _ => None,
+    };
+    let Some((scheme, host)) = host else {
+        return Err(invalid("must be like `https://host` or `http://host:port`".to_owned()));
+    };
+    let before = bucket.map_or_else(String::new, |bucket| format!("{bucket}."));
+    let whole = format!("{scheme}://{before}{}", host.trim_end_matches('/'));
+    // What is no url would end in a panic further down.
+    match reqwest::Url::parse(&whole) {
+        Ok(_) => Ok(whole),
+        Err(error) => Err(invalid(format!("`{}` is no url: {error}", whole.escape_debug()))),
+    }
+}
+
+/// Retries are ours.
+fn no_retry() -> RetryConfig {
+    RetryConfig { max_retries: 0, ..RetryConfig::default() }
+}
+
+fn refused(error: &object_store::Error) -> Error {
+    let failure = super::failure::Failure::of(error);
+    Error::invalid("options of the bucket", failure.text)
+}
+
+/// Says that there are no credentials, for a machine that was told not to ask for its own.
+#[derive(Debug)]
+struct NoSource;
+
+#[async_trait::async_trait]
+impl object_store::CredentialProvider for NoSource {
+    type Credential = object_store::aws::AwsCredential;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<Self::Credential>> {
+        Err(NoCredentials::nowhere().into_error())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The settings that a url, options and an environment lead to.
+    fn config(options: &[(&str, &str)], variables: &[(&str, &str)]) -> Result<Config<S3Key>> {
+        let mut options: BTreeMap<String, String> =
+            options.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let profile = options.remove("profile");
+        let address = Address::parse("s3://bkt/run")?;
+        let environment = Environment::of(variables);
+        let way = Way { address: &address, options, environment, credentials: None, timeout_seconds: None };
+        let mut config = way.s3_config()?;
+        way.add_profile(&mut config, profile.as_deref(), false)?;
+        Ok(config)
+    }
+
+    /// Files of profiles, and the variables that point there.
+    fn files() -> (tempfile::TempDir, [(&'static str, String); 2]) {
+        use crate::store::local::{LocalOptions, LocalStore};
+        use crate::store::{Folder, Key, PutMode, Store};
+        let folder = tempfile::tempdir().unwrap();
+        let store = LocalStore::open(folder.path(), LocalOptions { sync: false, read_only: false }).unwrap();
+        store.create_folders().unwrap();
+        for (name, text) in [
+            (
+                "credentials",
+                "[default]\naws_access_key_id=AKD\naws_secret_access_key=s\n[work]\naws_access_key_id=AKW\naws_secret_access_key=s\naws_session_token=t\n",
+            ),
+            (
+                "config",
+                "[default]\nregion=eu-north-1\n[profile work]\nregion=us-west-2\nendpoint_url=http://here\n[profile login]\nsso_session=x\n",
+            ),
+        ] {
+            store.put(&Key::new(Folder::Root, name).unwrap(), text.as_bytes(), PutMode::Replace).unwrap();
+        }
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let variables =
+            [("AWS_SHARED_CREDENTIALS_FILE", path("credentials")), ("AWS_CONFIG_FILE", path("config"))];
+        (folder, variables)
+    }
+
+    #[test]
+    fn options_win_over_the_environment_and_that_over_the_files() {
+        let (_folder, files) = files();
+        let files = files.each_ref().map(|(name, value)| (*name, value.as_str()));
+        let own = [("AWS_ACCESS_KEY_ID", "AKE"), ("AWS_SECRET_ACCESS_KEY", "e"), ("AWS_SESSION_TOKEN", "te")];
+        let keys = [("access_key_id", "AKO"), ("secret_access_key", "o")];
+        let by_profile = [("profile", "work")];
+        let named = [("AWS_PROFILE", "work")];
+        let none: [(&str, &str); 0] = [];
+        for (options, variables, key, token, region) in [
+            (&keys[..], &[&files[..], &own].concat(), "AKO", None, Some("eu-north-1")),
+            (&none, &[&files[..], &own].concat(), "AKE", Some("te"), Some("eu-north-1")),
+            (&none, &files.to_vec(), "AKD", None, Some("eu-north-1")),
+            (&none, &[&files[..], &named].concat(), "AKW", Some("t"), Some("us-west-2")),
+            (&none, &[&files[..], &own, &named].concat(), "AKE", Some("te"), Some("us-west-2")),
+            (&by_profile, &[&files[..], &own].concat(), "AKW", Some("t"), Some("us-west-2")),
+            (&keys, &own.to_vec(), "AKO", None, None),
+        ] {
+            let config = config(options, variables).unwrap();
+            let value = |key| config.get(&key).map(String::as_str);
+            assert_eq!(value(S3Key::AccessKeyId), Some(key), "{options:?} {variables:?}");
+            assert_eq!(value(S3Key::Token), token, "{options:?} {variables:?}");
+            assert_eq!(value(S3Key::Region), region, "{options:?} {variables:?}");
+        }
+    }
+
+    #[test]
+    fn what_stands_nowhere_is_left_to_the_machine() {
+        let config =
+            config(&[], &[("HOME", "/nowhere"), ("AWS_TIMEOUT", "3"), ("AWS_BUCKET", "other")]).unwrap();
+        assert!(!has_source(&config));
+        let told: Vec<_> = [S3Key::Bucket, S3Key::Client(ClientConfigKey::Timeout)]
+            .iter()
+            .filter(|key| config.contains_key(key))
+            .collect();
+        assert_eq!(told, [] as [&S3Key; 0]);
+        assert_eq!(config.get(&S3Key::Checksum).map(String::as_str), Some("CRC64NVME"));
+        let web = [("AWS_WEB_IDENTITY_TOKEN_FILE", "/token"), ("AWS_ROLE_ARN", "arn")];
+        assert!(has_source(&super::tests::config(&[], &web).unwrap()));
+        let none = super::tests::config(&[("aws_checksum_algorithm", "none")], &[]).unwrap();
+        assert_eq!(none.get(&S3Key::Checksum), None);
+    }
+
+    #[test]
+    fn a_profile_that_gives_no_keys_says_what_to_do() {
+        let (_folder, files) = files();
+        let files = files.each_ref().map(|(name, value)| (*name, value.as_str()));
+        let error = config(&[("profile", "login")], &files).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "invalid profile `login`: needs `sso_session`, which is not done here: pass `credentials`, a callable \
+             that asks your own tools, such as boto3"
+        );
+        let error = config(&[], &[&files[..], &[("AWS_PROFILE", "gone")]].concat()).unwrap_err();
+        assert!(error.to_string().ends_with("there are: `default`, `login`, `work`"), "{error}");
+    }
+
+    #[test]
+    fn an_endpoint_of_the_environment_gives_way_to_that_of_the_options() {
+        let variables = [("AWS_ENDPOINT_URL", "http://a"), ("AWS_ENDPOINT_URL_S3", "http://b")];
+        let found = config(&[("endpoint", "http://c")], &variables).unwrap();
+        assert_eq!(found.get(&S3Key::Endpoint).map(String::as_str), Some("http://c"));
+        assert_eq!(found.get(&S3Key::S3Endpoint), None);
+        let found = config(&[], &variables).unwrap();
+        assert_eq!(found.get(&S3Key::S3Endpoint).map(String::as_str), Some("http://b"));
+        assert_eq!(checked_endpoint("https://host:9000/", Some("bkt")).unwrap(), "https://bkt.host:9000");
+        assert!(checked_endpoint("http://a b", None).is_err());
+    }
+}

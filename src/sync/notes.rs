@@ -1,0 +1,379 @@
+//! What the folder remembers of its bucket, in `sync/`: what was pushed, what is to be removed, and which uploads
+//! are under way. Losing it costs requests, never a snapshot.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::error::{Error, Result};
+use crate::format::journal::{Journal, Pushed, Removals, UploadNote};
+use crate::format::limits::JOURNAL_LIMIT_BYTES;
+use crate::format::names;
+use crate::store::{Folder, Key, PutMode, Store};
+
+/// Bytes of a tag's removal note; they have no meaning.
+const UNTAG_CONTENT: &[u8] = b"removed\n";
+
+/// The notes of one folder about one bucket.
+#[derive(Debug)]
+pub(super) struct Notes {
+    store: Arc<dyn Store>,
+    remote: String,
+    memory: Mutex<Memory>,
+}
+
+#[derive(Debug, Default)]
+struct Memory {
+    repository_id: String,
+    pushed: BTreeMap<Key, Pushed>,
+    is_journal_stale: bool,
+    removals: BTreeSet<Key>,
+    /// Epoch of the lease that this folder held last.
+    epoch: u64,
+    uploads: BTreeMap<String, UploadNote>,
+}
+
+impl Notes {
+    pub(super) fn new(store: Arc<dyn Store>, remote: String) -> Self {
+        Self { store, remote, memory: Mutex::default() }
+    }
+
+    /// Reads the notes. Those about another bucket are as good as none. Returns what is damaged, and lost.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where the folder can't be read; [`Error::Unsupported`] where a newer version wrote there.
+    pub(super) fn load(&self) -> Result<Vec<Error>> {
+        let (mut memory, mut lost) = (Memory::default(), Vec::new());
+        let journal = self.read(names::JOURNAL_NAME, Journal::decode, &mut lost)?;
+        if let Some(journal) = journal.filter(|journal| journal.remote == self.remote) {
+            let pushed = journal.pushed.into_iter();
+            memory.pushed = pushed.filter_map(|(key, pushed)| Some((parse_key(&key)?, pushed))).collect();
+            memory.repository_id = journal.repository_id;
+        }
+        let removals = self.read(names::REMOVALS_NAME, Removals::decode, &mut lost)?;
+        memory.epoch = removals.as_ref().map_or(0, |removals| removals.epoch);
+        memory.removals = self.keys_of(removals);
+        for row in self.store.list(Folder::Sync)? {
+            if names::parse_upload_name(&row.name).is_none() {
+                continue;
+            }
+            let note = self.read(&row.name, UploadNote::decode, &mut lost)?;
+            if let Some(note) = note.filter(|note| note.remote == self.remote) {
+                memory.uploads.insert(note.pack.clone(), note);
+            }
+        }
+        *self.memory() = memory;
+        Ok(lost)
+    }
+
+    fn read<T>(
+        &self,
+        name: &str,
+        decode: fn(&str, &[u8]) -> Result<T>,
+        lost: &mut Vec<Error>,
+    ) -> Result<Option<T>> {
+        let key = Key::new(Folder::Sync, name)?;
+        match self.store.get(&key, JOURNAL_LIMIT_BYTES).and_then(|bytes| decode(&key.to_string(), &bytes)) {
+            Ok(read) => Ok(Some(read)),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error @ Error::Corrupt { .. }) => {
+                lost.push(error);
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn keys_of(&self, removals: Option<Removals>) -> BTreeSet<Key> {
+        let ours = removals.filter(|removals| removals.remote == self.remote);
+        ours.map(|removals| removals.keys.iter().filter_map(|key| parse_key(key)).collect())
+            .unwrap_or_default()
+    }
+
+    /// Removals as they stand in the folder now: for a handle that isn't the writer.
+    pub(super) fn removals_now(&self) -> Result<BTreeSet<Key>> {
+        let removals = self.read(names::REMOVALS_NAME, Removals::decode, &mut Vec::new())?;
+        Ok(self.keys_of(removals))
+    }
+
+    /// Keys that were deleted here and may still lie in the bucket.
+    pub(super) fn removals(&self) -> BTreeSet<Key> {
+        self.memory().removals.clone()
+    }
+
+    pub(super) fn is_removed(&self, key: &Key) -> bool {
+        self.memory().removals.contains(key)
+    }
+
+    /// Notes durably that keys are to go from the bucket too.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where that can't be made durable.
+    pub(super) fn remove(&self, keys: impl IntoIterator<Item = Key>) -> Result<()> {
+        self.change_removals(|removals| removals.extend(keys))
+    }
+
+    /// Forgets removals that are done, or void.
+    ///
+    /// # Errors
+    /// As [`Notes::remove`].
+    pub(super) fn forget_removals(&self, done: &BTreeSet<Key>) -> Result<()> {
+        self.change_removals(|removals| removals.retain(|key| !done.contains(key)))
+    }
+
+    fn change_removals(&self, change: impl FnOnce(&mut BTreeSet<Key>)) -> Result<()> {
+        // Under the lock: of two changes at once the later one must not be written first.
+        let mut memory = self.memory();
+        let mut removals = memory.removals.clone();
+        change(&mut removals);
+        if removals == memory.removals {
+            return Ok(());
+        }
+        self.put_removals(&mut memory, removals)
+    }
+
+    fn put_removals(&self, memory: &mut Memory, removals: BTreeSet<Key>) -> Result<()> {
+        let keys = removals.iter().map(ToString::to_string).collect();
+        let bytes = Removals { remote: self.remote.clone(), epoch: memory.epoch, keys }.encode()?;
+        self.put(names::REMOVALS_NAME, &bytes)?;
+        memory.removals = removals;
+        Ok(())
+    }
+
+    /// Notes the epoch of the lease that was taken. Where another writer has held it since this folder did, what was
+    /// deleted here before may be what that one goes on from: only packs stay noted, which go only where no manifest
+    /// names them.
+    ///
+    /// # Errors
+    /// As [`Notes::remove`].
+    pub(super) fn enter(&self, epoch: u64) -> Result<()> {
+        let mut memory = self.memory();
+        if memory.epoch == epoch {
+            return Ok(());
+        }
+        let mut removals = memory.removals.clone();
+        if memory.epoch.checked_add(1) != Some(epoch) {
+            removals.retain(|key| key.folder() == Folder::Packs);
+        }
+        memory.epoch = epoch;
+        self.put_removals(&mut memory, removals)
+    }
+
+    /// Tags of which this or another process has noted that they are to go from the bucket.
+    pub(super) fn untagged(&self) -> Result<BTreeSet<String>> {
+        let rows = self.store.list(Folder::Sync)?;
+        Ok(rows.iter().filter_map(|row| names::parse_untag_name(&row.name)).map(str::to_owned).collect())
+    }
+
+    /// Notes durably that a tag is to go from the bucket; needs no lock.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where that can't be made durable.
+    pub(super) fn untag(&self, tag: &str) -> Result<()> {
+        self.store.create_folders()?;
+        self.put(&names::untag_name(tag), UNTAG_CONTENT)
+    }
+
+    /// Forgets such notes.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where the folder fails.
+    pub(super) fn forget_untagged(&self, tags: &BTreeSet<String>) -> Result<()> {
+        let names: Vec<String> = tags.iter().map(|tag| names::untag_name(tag)).collect();
+        if names.is_empty() { Ok(()) } else { self.store.delete(Folder::Sync, &names).map(drop) }
+    }
+
+    /// What lies in the bucket under a key, as far as was noted.
+    pub(super) fn pushed(&self, key: &Key) -> Option<Pushed> {
+        self.memory().pushed.get(key).cloned()
+    }
+
+    /// Says whose objects the journal is about. One about another repository is as good as none.
+    pub(super) fn set_repository(&self, repository_id: &str) {
+        let mut memory = self.memory();
+        if memory.repository_id != repository_id {
+            if !memory.repository_id.is_empty() {
+                (memory.pushed, memory.removals) = (BTreeMap::new(), BTreeSet::new());
+            }
+            repository_id.clone_into(&mut memory.repository_id);
+            memory.is_journal_stale = true;
+        }
+    }
+
+    /// Everything of which that is known.
+    pub(super) fn all_pushed(&self) -> BTreeMap<Key, Pushed> {
+        self.memory().pushed.clone()
+    }
+
+    /// Notes in memory what lies in the bucket; [`Notes::save_journal`] makes it durable.
+    pub(super) fn note_pushed(&self, key: Key, pushed: Pushed) {
+        let mut memory = self.memory();
+        if memory.pushed.get(&key) != Some(&pushed) {
+            memory.pushed.insert(key, pushed);
+            memory.is_journal_stale = true;
+        }
+    }
+
+    /// Forgets in memory what does not lie in the bucket any more.
+    pub(super) fn keep_pushed(&self, is_kept: impl Fn(&Key) -> bool) {
+        let mut memory = self.memory();
+        let before = memory.pushed.len();
+        memory.pushed.retain(|key, _| is_kept(key));
+        memory.is_journal_stale |= memory.pushed.len() != before;
+    }
+
+    /// Makes durable what was noted as pushed.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where the folder fails: the next push looks at the bucket instead.
+    pub(super) fn save_journal(&self) -> Result<()> {
+        let mut memory = self.memory();
+        if !memory.is_journal_stale {
+            return Ok(());
+        }
+        let pushed = memory.pushed.iter().map(|(key, pushed)| (key.to_string(), pushed.clone())).collect();
+        let (remote, repository_id) = (self.remote.clone(), memory.repository_id.clone());
+        let bytes = Journal { remote, repository_id, pushed }.encode()?;
+        self.put(names::JOURNAL_NAME, &bytes)?;
+        memory.is_journal_stale = false;
+        Ok(())
+    }
+
+    /// Uploads under way, by pack.
+    pub(super) fn uploads(&self) -> BTreeMap<String, UploadNote> {
+        self.memory().uploads.clone()
+    }
+
+    /// Notes durably how far an upload is.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where the folder fails.
+    pub(super) fn note_upload(&self, note: &UploadNote) -> Result<()> {
+        self.put(&names::upload_name(&note.pack), &note.encode()?)?;
+        self.memory().uploads.insert(note.pack.clone(), note.clone());
+        Ok(())
+    }
+
+    /// Forgets an upload.
+    ///
+    /// # Errors
+    /// [`Error::Store`] where the folder fails.
+    pub(super) fn forget_upload(&self, pack: &str) -> Result<()> {
+        self.store.delete(Folder::Sync, &[names::upload_name(pack)])?;
+        self.memory().uploads.remove(pack);
+        Ok(())
+    }
+
+    /// Address of the bucket.
+    pub(super) fn remote(&self) -> &str {
+        &self.remote
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.store.put(&Key::new(Folder::Sync, name)?, bytes, PutMode::Replace)
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Folders whose objects lie in a bucket as well.
+const MIRRORED: [Folder; 4] = [Folder::Packs, Folder::Snapshots, Folder::Tags, Folder::Receipts];
+
+/// Reads a key of a mirrored folder, as it is displayed.
+fn parse_key(text: &str) -> Option<Key> {
+    let (folder, name) = text.split_once('/')?;
+    let folder = MIRRORED.into_iter().find(|known| known.name() == folder)?;
+    Key::new(folder, name).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::digest::ChunkDigest;
+    use crate::store::memory::MemoryStore;
+
+    use super::*;
+
+    fn key(text: &str) -> Key {
+        parse_key(text).unwrap()
+    }
+
+    fn notes(store: &MemoryStore, remote: &str) -> Notes {
+        let notes = Notes::new(Arc::new(store.clone()), remote.to_owned());
+        assert!(notes.load().unwrap().is_empty());
+        notes
+    }
+
+    #[test]
+    fn what_is_noted_is_there_for_the_next_process_and_for_no_other_bucket() {
+        let store = MemoryStore::new();
+        let first = notes(&store, "s3://a");
+        let pushed = Pushed { version: "v".to_owned(), digest: ChunkDigest(1), local_digest: None };
+        first.note_pushed(key("snapshots/1.json"), pushed.clone());
+        first.set_repository("id");
+        first.save_journal().unwrap();
+        first.remove([key("packs/x"), key("tags/y")]).unwrap();
+        first.forget_removals(&BTreeSet::from([key("tags/y")])).unwrap();
+        let note = UploadNote {
+            remote: "s3://a".to_owned(),
+            pack: names::pack_name(1, 0, 7),
+            length_bytes: 5,
+            id: "u".to_owned(),
+            part_bytes: 5,
+            parts: vec![None],
+        };
+        first.note_upload(&note).unwrap();
+        first.untag("best").unwrap();
+
+        let next = notes(&store, "s3://a");
+        assert_eq!(next.pushed(&key("snapshots/1.json")), Some(pushed));
+        assert_eq!(next.removals(), BTreeSet::from([key("packs/x")]));
+        assert_eq!(next.uploads().into_values().collect::<Vec<_>>(), [note]);
+        assert_eq!(next.untagged().unwrap(), BTreeSet::from(["best".to_owned()]));
+        let other = notes(&store, "s3://b");
+        assert_eq!((other.all_pushed().len(), other.removals().len(), other.uploads().len()), (0, 0, 0));
+
+        next.forget_upload(&names::pack_name(1, 0, 7)).unwrap();
+        next.forget_untagged(&BTreeSet::from(["best".to_owned()])).unwrap();
+        let left = store.list(Folder::Sync).unwrap();
+        assert_eq!(
+            left.iter().map(|row| row.name.as_str()).collect::<Vec<_>>(),
+            ["journal.json", "removals.json"]
+        );
+    }
+
+    #[test]
+    fn what_was_deleted_before_another_writer_came_stays() {
+        let store = MemoryStore::new();
+        let first = notes(&store, "s3://a");
+        first.enter(3).unwrap();
+        first.remove([key("packs/x"), key("tags/y"), key("snapshots/1.json")]).unwrap();
+        let next = notes(&store, "s3://a");
+        next.enter(4).unwrap();
+        assert_eq!(next.removals(), BTreeSet::from([key("packs/x"), key("tags/y"), key("snapshots/1.json")]));
+        let later = notes(&store, "s3://a");
+        later.enter(6).unwrap();
+        assert_eq!(later.removals(), BTreeSet::from([key("packs/x")]));
+        assert_eq!(notes(&store, "s3://a").removals(), BTreeSet::from([key("packs/x")]));
+    }
+
+    #[test]
+    fn a_damaged_note_is_told_of_and_is_as_good_as_none() {
+        let store = MemoryStore::new();
+        store.put(&Key::new(Folder::Sync, names::JOURNAL_NAME).unwrap(), b"x", PutMode::Replace).unwrap();
+        let notes = Notes::new(Arc::new(store), "s3://a".to_owned());
+        let lost = notes.load().unwrap();
+        assert!(
+            matches!(&lost[..], [Error::Corrupt { object, .. }] if object == "sync/journal.json"),
+            "{lost:?}"
+        );
+    }
+
+    #[test]
+    fn only_keys_of_mirrored_folders_are_taken_from_a_note() {
+        assert_eq!(parse_key("packs/x").map(|key| key.to_string()), Some("packs/x".to_owned()));
+        for text in ["varvite.json", "sync/x", "uploads/x", "packs/", "packs/../x", "/x"] {
+            assert_eq!(parse_key(text), None, "{text}");
+        }
+    }
+}
