@@ -18,7 +18,9 @@ use crate::format::encrypted::{
 use crate::format::marker::Marker;
 use crate::format::model::Manifest;
 use crate::format::{manifest, names};
-use crate::store::{Folder, Key, Listed, Published, PutMode, ReadAt, StagedWrite, Store, WriterLock};
+use crate::store::{
+    Folder, Key, Listed, Published, PutMode, ReadAt, StagedWrite, Store, WriterLock, end_of_read,
+};
 use crate::threads::Spares;
 
 /// Encrypted bytes that are handed over together.
@@ -349,13 +351,8 @@ impl ReadAt for EncryptedObject {
     }
 
     fn read_at(&self, offset_bytes: u64, buffer: &mut [u8]) -> Result<()> {
-        let end = offset_bytes.checked_add(buffer.len() as u64).filter(|&end| end <= self.length_bytes);
-        let Some(end) = end else {
-            let object = format!("{}/{}", self.lens.root, self.object);
-            let expected = format!("{} bytes from there on", buffer.len());
-            let found = format!("the end of the object at byte {}", self.length_bytes);
-            return Err(Error::corrupt(object, offset_bytes, "length", expected, found));
-        };
+        let object = || format!("{}/{}", self.lens.root, self.object);
+        let end = end_of_read(object, offset_bytes, buffer.len(), self.length_bytes)?;
         let range = offset_bytes..end;
         let pages = Pages::holding(&range, self.length_bytes);
         let length = (pages.stored.end - pages.stored.start) as usize;

@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use rayon::prelude::*;
 
 use crate::error::{Error, Result};
-use crate::format::model::Manifest;
+use crate::format::model::{Manifest, PackRecord};
 use crate::plan::{ReadChunk, ReadShape, Want, plan_read};
-use crate::read::{OpenPacks, Worker, read_footer, shape_of};
-use crate::store::{Folder, Key, Store};
+use crate::read::{OpenPacks, Worker, open_pack, read_footer, shape_of};
+use crate::store::Store;
 use crate::tensor::Region;
 use crate::threads::{Spares, Threads};
 
@@ -93,19 +93,14 @@ pub fn verify(
         for record in &manifest.body.packs {
             let steps = users.packs.entry(format!("packs/{}", record.name)).or_default();
             if steps.is_empty() {
-                check_pack(store, &record.name, record.length_bytes, report);
+                check_pack(store, record, report);
             }
             steps.insert(manifest.header.step);
         }
         // A damaged header or footer does not make the chunks unreadable: they are checked all the same.
-        let readable: Vec<u32> = (0_u32..)
-            .zip(&manifest.body.packs)
-            .filter(|(index, _)| OpenPacks::open(store, &manifest.body, [*index]).is_ok())
-            .map(|(index, _)| index)
-            .collect();
-        let packs = OpenPacks::open(store, &manifest.body, readable.iter().copied())?;
-        let chunks = new_chunks(manifest, &readable, sample, &mut users);
         let shape = shape_of(store, &manifest.body)?;
+        let packs = OpenPacks::open_readable(store, &manifest.body, shape)?;
+        let chunks = new_chunks(manifest, &packs, sample, &mut users);
         check_chunks(threads, (manifest, &packs), &chunks, shape, cancelled, report)?;
     }
     for finding in &mut report.findings {
@@ -127,21 +122,15 @@ struct Users {
 }
 
 /// Checks length, header, trailer and footer of a pack.
-fn check_pack(store: &dyn Store, name: &str, length_bytes: u64, report: &mut Report) {
-    let checked = Key::new(Folder::Packs, name).and_then(|key| {
-        let object = store.open(&key)?;
-        if object.length_bytes() != length_bytes {
-            return Err(Error::corrupt(key.to_string(), 0, "length", length_bytes, object.length_bytes()));
-        }
-        read_footer(&key.to_string(), object.as_ref())
-    });
+fn check_pack(store: &dyn Store, record: &PackRecord, report: &mut Report) {
+    let checked = open_pack(store, record).and_then(|(name, object)| read_footer(&name, object.as_ref()));
     if let Err(error) = checked {
-        report.add_error(&error, &format!("packs/{name}"), None);
+        report.add_error(&error, &format!("packs/{}", record.name), None);
     }
 }
 
 /// The sampled chunks of a snapshot that were not checked for another one.
-fn new_chunks(manifest: &Manifest, readable: &[u32], sample: f64, users: &mut Users) -> Vec<ReadChunk> {
+fn new_chunks(manifest: &Manifest, readable: &OpenPacks, sample: f64, users: &mut Users) -> Vec<ReadChunk> {
     let wants: Vec<Want> = manifest
         .body
         .entries
@@ -153,7 +142,7 @@ fn new_chunks(manifest: &Manifest, readable: &[u32], sample: f64, users: &mut Us
         .groups
         .into_iter()
         .flat_map(|group| group.chunks)
-        .filter(|chunk| chunk.packs().iter().all(|pack| readable.contains(pack)) && is_sampled(chunk, sample))
+        .filter(|chunk| chunk.packs().iter().all(|pack| readable.has(*pack)) && is_sampled(chunk, sample))
         .filter(|chunk| {
             // A rounded chunk has no place of its own to know it by.
             if chunk.rounded_from.is_some() {

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from comparison import raw_limits
 from comparison.buckets_peers import FILE_PEERS, INTO_MEMORY, PARALLEL, PART_BYTES
 from comparison.summary import Median, median_of
 
@@ -38,15 +39,7 @@ VARIANT_TITLES = {
     "silent": "accepts, never answers",
 }
 OURS = frozenset({"varvite", "load_into", "resume", "command"})
-LIMIT_TITLES = {
-    "memcpy": "memcpy into touched memory",
-    "write": "write + fsync",
-    "write_direct": "write + fsync, O_DIRECT",
-    "read_cold": "read, cold",
-    "read_cold_direct": "read, cold, O_DIRECT",
-    "read_warm": "read, warm",
-    "loopback": "plain sockets over loopback",
-}
+LIMIT_TITLES = {**raw_limits.TITLES, "loopback": "plain sockets over loopback"}
 
 
 def median_seconds(samples: list[Found]) -> float:

@@ -22,6 +22,15 @@ from typing import Any
 
 from comparison import host
 
+TITLES = {
+    "memcpy": "memcpy into touched memory",
+    "write": "write + fsync",
+    "write_direct": "write + fsync, O_DIRECT",
+    "read_cold": "read, cold",
+    "read_cold_direct": "read, cold, O_DIRECT",
+    "read_warm": "read, warm",
+}
+
 PIECE_BYTES = 8 << 20
 PAGE_BYTES = 4096
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from comparison import raw_limits
 from comparison.buckets_report import render_buckets
 from comparison.figures import MIB, figures
 from comparison.peers import PEERS
@@ -20,15 +21,6 @@ from comparison.summary import (
     summarize_steps,
 )
 from comparison.workloads import WORKLOADS
-
-LIMIT_TITLES = {
-    "memcpy": "memcpy into touched memory",
-    "write": "write + fsync",
-    "write_direct": "write + fsync, O_DIRECT",
-    "read_cold": "read, cold",
-    "read_cold_direct": "read, cold, O_DIRECT",
-    "read_warm": "read, warm",
-}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -114,7 +106,7 @@ def _limits(raw: dict[str, Any]) -> str:
         taken = raw["samples"][name]
         rows.append(
             [
-                LIMIT_TITLES[kind],
+                raw_limits.TITLES[kind],
                 count,
                 f"{seconds * 1e3:.1f}",
                 f"{raw['length_bytes'] / seconds / 1e9:.2f}",

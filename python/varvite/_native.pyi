@@ -334,6 +334,8 @@ class Engine:
         """Waits for a push that runs, then pushes everything that the bucket lacks."""
     def sync_state(self) -> SyncFigures | None:
         """What is known of the bucket; `None` where there is none, or this engine doesn't write."""
+    def take_sync_failure(self) -> str | None:
+        """Text of what a push in the background failed of, once for each cause."""
     def raise_sync_failure(self) -> None:
         """Raises what the last push failed of, if it failed."""
     def stop_sync(self) -> None:

@@ -25,7 +25,6 @@ class BackgroundSync:
             engine: The engine that pushes, if it has a bucket and is the one that writes.
         """
         self._engine = engine
-        self._warned: str | None = None
 
     def now(self) -> SyncReport:
         """Waits for the push that runs, pushes everything that is pending, and reports.
@@ -58,13 +57,12 @@ class BackgroundSync:
 
     def warn_once(self) -> None:
         """Warns of a push that failed: once for each cause, since pushes never fail a save."""
-        state = self.state()
+        # Asked for at each save: the whole state would be a listing of the folder.
+        failure = self._engine.take_sync_failure()
+        state = None if failure is None else self.state()
         # One that was taken over is not tried again: the call that follows raises.
-        if state is None or state.fenced_by is not None or state.last_error == self._warned:
-            return
-        self._warned = state.last_error
-        if state.last_error is not None:
-            warn(f"pushing to `{state.url}` fails, and is tried again: {state.last_error}")
+        if state is not None and state.fenced_by is None:
+            warn(f"pushing to `{state.url}` fails, and is tried again: {failure}")
 
     def finish(self) -> None:
         """Pushes what is pending, for the last time.

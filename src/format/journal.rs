@@ -9,13 +9,13 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::digest::ChunkDigest;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 use super::limits::{JOURNAL_LIMIT_BYTES, UPLOAD_PART_COUNT_LIMIT};
 use super::place::Place;
 use super::sealed_line;
 use super::validate::refuse_to_write;
-use super::versions::{FORMAT_VERSION, require_readable_line};
+use super::versions::FORMAT_VERSION;
 
 /// What was pushed to where: `sync/journal.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -45,8 +45,10 @@ pub struct Pushed {
 pub struct Removals {
     /// Address of the bucket that this is about.
     pub remote: String,
-    /// Epoch of the lease that this folder held last; 0 for none.
+    /// Epoch of the lease that these keys follow; 0 for none.
     pub epoch: u64,
+    /// Nonces of leases that this folder has taken, or was about to take: the last ones, oldest first.
+    pub takings: Vec<String>,
     /// The keys.
     pub keys: BTreeSet<String>,
 }
@@ -101,6 +103,7 @@ struct RemovalFields {
     #[serde(flatten)]
     preamble: Preamble,
     epoch: u64,
+    takings: Vec<String>,
     keys: BTreeSet<String>,
 }
 
@@ -115,6 +118,8 @@ struct UploadFields {
     parts: Vec<Option<String>>,
 }
 
+/// What all three are called in messages.
+const WHAT: &str = "sync journal";
 const JOURNAL_MAGIC: &str = "varvite-journal";
 const REMOVALS_MAGIC: &str = "varvite-removals";
 const UPLOAD_MAGIC: &str = "varvite-upload";
@@ -155,6 +160,7 @@ impl Removals {
         seal(&RemovalFields {
             preamble: Preamble::new(REMOVALS_MAGIC, &self.remote),
             epoch: self.epoch,
+            takings: self.takings.clone(),
             keys: self.keys.clone(),
         })
     }
@@ -165,7 +171,8 @@ impl Removals {
     /// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
     pub fn decode(object: &str, bytes: &[u8]) -> Result<Self> {
         let fields: RemovalFields = open(object, bytes, REMOVALS_MAGIC)?;
-        Ok(Self { remote: fields.preamble.remote, epoch: fields.epoch, keys: fields.keys })
+        let RemovalFields { preamble, epoch, takings, keys } = fields;
+        Ok(Self { remote: preamble.remote, epoch, takings, keys })
     }
 }
 
@@ -222,24 +229,17 @@ impl UploadNote {
 }
 
 fn seal(fields: &impl Serialize) -> Result<Vec<u8>> {
-    let line = sealed_line::seal_object(fields)?;
-    if line.len() as u64 > JOURNAL_LIMIT_BYTES {
-        let reason = format!("expected at most {JOURNAL_LIMIT_BYTES} bytes, found: {}", line.len());
-        return Err(Error::invalid("length of a sync journal", reason));
-    }
-    Ok(line)
+    sealed_line::seal_object_within(fields, JOURNAL_LIMIT_BYTES, WHAT)
 }
 
 fn open<T: DeserializeOwned>(object: &str, bytes: &[u8], magic: &str) -> Result<T> {
-    let place = Place::new(object, 0);
-    let text = sealed_line::check_object(place, bytes, JOURNAL_LIMIT_BYTES)?;
-    require_readable_line(place, text, magic)?;
-    sealed_line::parse(place, text, "sync journal")
+    sealed_line::open_object(Place::new(object, 0), bytes, JOURNAL_LIMIT_BYTES, (magic, WHAT))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     const REMOTE: &str = "s3://bucket/run";
 
@@ -264,7 +264,8 @@ mod tests {
     #[test]
     fn removals_round_trip() {
         let keys = BTreeSet::from(["packs/x".to_owned(), "snapshots/1.json".to_owned()]);
-        let removals = Removals { remote: REMOTE.to_owned(), epoch: 3, keys };
+        let takings = vec!["00112233445566778899aabbccddeeff".to_owned()];
+        let removals = Removals { remote: REMOTE.to_owned(), epoch: 3, takings, keys };
         assert_eq!(Removals::decode("sync/removals.json", &removals.encode().unwrap()).unwrap(), removals);
     }
 

@@ -2,14 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 use super::limits::{LEASE_MILLISECONDS_LIMIT, LEASE_TEXT_LIMIT_BYTES, SMALL_OBJECT_LIMIT_BYTES};
 use super::names::is_id;
 use super::place::Place;
 use super::sealed_line;
 use super::validate::refuse_to_write;
-use super::versions::{FORMAT_VERSION, require_readable_line};
+use super::versions::FORMAT_VERSION;
 
 const MAGIC: &str = "varvite-lease";
 
@@ -18,6 +18,8 @@ const MAGIC: &str = "varvite-lease";
 pub struct Lease {
     /// Grows by one with each writer that takes the bucket.
     pub epoch: u64,
+    /// First epoch since which each holder has gone on from the folder of the one before.
+    pub since_epoch: u64,
     /// Tells this taking of the lease from all others: 32 hex digits.
     pub nonce: String,
     /// Grows by one with each renewal, so that no two renewals have the same bytes.
@@ -44,6 +46,7 @@ struct Fields {
     format_version: u32,
     reader_flags: u64,
     epoch: u64,
+    since_epoch: u64,
     nonce: String,
     renewal: u64,
     milliseconds: u64,
@@ -67,6 +70,7 @@ impl Lease {
             format_version: FORMAT_VERSION,
             reader_flags: 0,
             epoch: self.epoch,
+            since_epoch: self.since_epoch,
             nonce: self.nonce.clone(),
             renewal: self.renewal,
             milliseconds: self.milliseconds,
@@ -77,12 +81,7 @@ impl Lease {
             process_number: self.process_number,
             process_started: self.process_started,
         };
-        let line = sealed_line::seal_object(&fields)?;
-        if line.len() as u64 > SMALL_OBJECT_LIMIT_BYTES {
-            let reason = format!("expected at most {SMALL_OBJECT_LIMIT_BYTES} bytes, found: {}", line.len());
-            return Err(Error::invalid("length of a lease", reason));
-        }
-        Ok(line)
+        sealed_line::seal_object_within(&fields, SMALL_OBJECT_LIMIT_BYTES, "lease")
     }
 
     /// Reads the bytes of the lease `object`.
@@ -91,11 +90,11 @@ impl Lease {
     /// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
     pub fn decode(object: &str, bytes: &[u8]) -> Result<Self> {
         let place = Place::new(object, 0);
-        let text = sealed_line::check_object(place, bytes, SMALL_OBJECT_LIMIT_BYTES)?;
-        require_readable_line(place, text, MAGIC)?;
-        let fields: Fields = sealed_line::parse(place, text, "lease")?;
+        let fields: Fields =
+            sealed_line::open_object(place, bytes, SMALL_OBJECT_LIMIT_BYTES, (MAGIC, "lease"))?;
         let lease = Self {
             epoch: fields.epoch,
+            since_epoch: fields.since_epoch,
             nonce: fields.nonce,
             renewal: fields.renewal,
             milliseconds: fields.milliseconds,
@@ -113,6 +112,10 @@ impl Lease {
     fn check(&self, place: Place<'_>) -> Result<()> {
         if self.epoch == 0 {
             return Err(place.corrupt("epoch", "at least 1", self.epoch));
+        }
+        if !(1..=self.epoch).contains(&self.since_epoch) {
+            let expected = format!("1 to {}", self.epoch);
+            return Err(place.corrupt("since_epoch", expected, self.since_epoch));
         }
         if !is_id(&self.nonce) {
             return Err(place.corrupt("nonce", "32 lower-case hex digits", self.nonce.escape_debug()));
@@ -134,10 +137,12 @@ impl Lease {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     fn sample() -> Lease {
         Lease {
             epoch: 3,
+            since_epoch: 2,
             nonce: "00112233445566778899aabbccddeeff".to_owned(),
             renewal: 7,
             milliseconds: 30_000,
@@ -166,6 +171,8 @@ mod tests {
     #[test]
     fn what_no_reader_takes_is_not_written() {
         assert_eq!(refused(&Lease { epoch: 0, ..sample() }), "epoch");
+        assert_eq!(refused(&Lease { since_epoch: 0, ..sample() }), "since_epoch");
+        assert_eq!(refused(&Lease { since_epoch: 4, ..sample() }), "since_epoch");
         assert_eq!(refused(&Lease { nonce: "x".repeat(32), ..sample() }), "nonce");
         assert_eq!(refused(&Lease { milliseconds: 0, ..sample() }), "milliseconds");
         assert_eq!(refused(&Lease { milliseconds: 86_400_001, ..sample() }), "milliseconds");

@@ -5,14 +5,14 @@
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 use super::header::check_depth;
 use super::limits::RECEIPT_LIMIT_BYTES;
 use super::place::Place;
 use super::sealed_line;
 use super::validate::refuse_to_write;
-use super::versions::{FORMAT_VERSION, require_readable_line};
+use super::versions::FORMAT_VERSION;
 
 const MAGIC: &str = "varvite-receipt";
 
@@ -58,14 +58,7 @@ impl Receipt {
             created_at_unix_ms: self.created_at_unix_ms,
             content: self.content.clone(),
         };
-        let line = sealed_line::seal_object(&fields)?;
-        if line.len() as u64 > RECEIPT_LIMIT_BYTES {
-            return Err(Error::invalid(
-                "length of a receipt",
-                format!("expected at most {RECEIPT_LIMIT_BYTES} bytes, found: {}", line.len()),
-            ));
-        }
-        Ok(line)
+        sealed_line::seal_object_within(&fields, RECEIPT_LIMIT_BYTES, "receipt")
     }
 
     /// Reads the bytes of the receipt `object`.
@@ -74,9 +67,7 @@ impl Receipt {
     /// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
     pub fn decode(object: &str, bytes: &[u8]) -> Result<Self> {
         let place = Place::new(object, 0);
-        let text = sealed_line::check_object(place, bytes, RECEIPT_LIMIT_BYTES)?;
-        require_readable_line(place, text, MAGIC)?;
-        let fields: Fields = sealed_line::parse(place, text, "receipt")?;
+        let fields: Fields = sealed_line::open_object(place, bytes, RECEIPT_LIMIT_BYTES, (MAGIC, "receipt"))?;
         let receipt = Self {
             number: fields.number,
             seq: fields.seq,
@@ -104,6 +95,7 @@ impl Receipt {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     const OBJECT: &str = "receipts/7.json";
 

@@ -11,6 +11,7 @@ use crate::digest::parse_hex_u128;
 use crate::error::{Error, Result};
 
 use super::place::Place;
+use super::versions::require_readable_line;
 
 /// Key of the digest of an object that is one sealed line and nothing else.
 const OBJECT_DIGEST_KEY: &str = "digest";
@@ -58,12 +59,38 @@ pub(super) fn seal_object(fields: &impl Serialize) -> Result<Vec<u8>> {
     seal(fields, OBJECT_DIGEST_KEY)
 }
 
+/// The same, of an object that no reader accepts above `limit_bytes`; `what` is its name for messages.
+///
+/// # Errors
+/// [`Error::InvalidInput`] where it would be longer.
+pub(super) fn seal_object_within(fields: &impl Serialize, limit_bytes: u64, what: &str) -> Result<Vec<u8>> {
+    let line = seal_object(fields)?;
+    if line.len() as u64 > limit_bytes {
+        let reason = format!("expected at most {limit_bytes} bytes, found: {}", line.len());
+        return Err(Error::invalid(format!("length of a {what}"), reason));
+    }
+    Ok(line)
+}
+
 /// Checks an object that is one sealed line of at most `limit_bytes` and nothing else, and returns its text.
 pub(super) fn check_object<'a>(place: Place<'_>, bytes: &'a [u8], limit_bytes: u64) -> Result<&'a str> {
     if bytes.len() as u64 > limit_bytes {
         return Err(place.corrupt("length", format!("at most {limit_bytes} bytes"), bytes.len()));
     }
     check(place, bytes, OBJECT_DIGEST_KEY)
+}
+
+/// Checks an object that is one sealed line of a kind without flags of its own, and parses it; `what` is its name
+/// for messages.
+pub(super) fn open_object<T: DeserializeOwned>(
+    place: Place<'_>,
+    bytes: &[u8],
+    limit_bytes: u64,
+    (magic, what): (&str, &str),
+) -> Result<T> {
+    let text = check_object(place, bytes, limit_bytes)?;
+    require_readable_line(place, text, magic)?;
+    parse(place, text, what)
 }
 
 /// Parses the text of a checked line.

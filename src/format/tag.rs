@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use super::limits::{SMALL_OBJECT_LIMIT_BYTES, TAG_NAME_LIMIT_BYTES};
 use super::place::Place;
 use super::sealed_line;
-use super::versions::{FORMAT_VERSION, require_readable_line};
+use super::versions::FORMAT_VERSION;
 
 const MAGIC: &str = "varvite-tag";
 
@@ -54,9 +54,8 @@ impl Tag {
     /// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
     pub fn decode(object: &str, bytes: &[u8]) -> Result<Self> {
         let place = Place::new(object, 0);
-        let text = sealed_line::check_object(place, bytes, SMALL_OBJECT_LIMIT_BYTES)?;
-        require_readable_line(place, text, MAGIC)?;
-        let fields: Fields = sealed_line::parse(place, text, "tag")?;
+        let fields: Fields =
+            sealed_line::open_object(place, bytes, SMALL_OBJECT_LIMIT_BYTES, (MAGIC, "tag"))?;
         if fields.seq == 0 {
             return Err(place.corrupt("seq", "at least 1", fields.seq));
         }

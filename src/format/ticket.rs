@@ -16,7 +16,7 @@ use super::model::Header;
 use super::place::Place;
 use super::sealed_line;
 use super::validate::refuse_to_write;
-use super::versions::{FORMAT_VERSION, require_readable_line};
+use super::versions::FORMAT_VERSION;
 
 const MAGIC: &str = "varvite-ticket";
 /// Where the text is said to lie, in messages.
@@ -116,9 +116,8 @@ impl Ticket {
     fn read(text: &str) -> Result<Self> {
         let place = Place::new(OBJECT, 0);
         let line = format!("{text}\n");
-        let text = sealed_line::check_object(place, line.as_bytes(), TICKET_LIMIT_BYTES)?;
-        require_readable_line(place, text, MAGIC)?;
-        let fields: Fields = sealed_line::parse(place, text, "ticket")?;
+        let fields: Fields =
+            sealed_line::open_object(place, line.as_bytes(), TICKET_LIMIT_BYTES, (MAGIC, "ticket"))?;
         let metrics: BTreeMap<String, f64> =
             fields.metrics.0.into_iter().map(|(name, Metric(value))| (name, value)).collect();
         let ticket = Self {

@@ -72,7 +72,7 @@ impl Engine {
         key: Option<Vec<u8>>,
         encrypt: bool,
     ) -> PyResult<Self> {
-        let cancelled = AtomicBool::new(false);
+        let cancelled = Arc::new(AtomicBool::new(false));
         let open = || -> Result<Self> {
             let access = match access {
                 "write" => Access::Write,
@@ -103,6 +103,7 @@ impl Engine {
             let merge: Option<MergePolicy> =
                 serde_json::from_str(merge).map_err(|error| Error::invalid("merge", error.to_string()))?;
             let remote = remote.map(|text| Remote::read(text, credentials)).transpose()?;
+            let remote = remote.map(|remote| remote.cancelled_by(&cancelled));
             let local = LocalOptions { sync, read_only: access == Access::Read };
             let key = key.map(|bytes| MasterKey::new(&bytes)).transpose()?;
             let places = Places::open(path.as_deref(), local, remote, access, key.clone())?;
@@ -429,6 +430,11 @@ impl Engine {
     fn sync_state<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let state = py.detach(|| self.syncer.as_ref().map(|syncer| syncer.state()));
         state.map(|state| convert::sync_state(py, &state)).transpose()
+    }
+
+    /// Text of what a push in the background failed of, once for each cause.
+    fn take_sync_failure(&self, py: Python<'_>) -> Option<String> {
+        py.detach(|| self.syncer.as_ref()?.take_failure().map(|failure| failure.chain()))
     }
 
     /// Raises what the last push failed of, if it failed.

@@ -49,6 +49,12 @@ impl Remote {
     fn open(self) -> Result<Arc<BucketStore>> {
         BucketStore::open(self.bucket).map(Arc::new)
     }
+
+    /// The same, which waits for the lease of another writer until this is set.
+    pub(super) fn cancelled_by(mut self, cancelled: &Arc<AtomicBool>) -> Self {
+        self.sync.cancelled = Arc::clone(cancelled);
+        self
+    }
 }
 
 /// Where a repository lies.

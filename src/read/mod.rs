@@ -8,10 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rayon::prelude::*;
-
 use crate::error::{Error, Result};
-use crate::format::model::Body;
+use crate::format::model::{Body, PackRecord};
 use crate::format::pack;
 use crate::plan::{ReadChunk, ReadGroup, ReadPlan, ReadShape};
 use crate::store::{Folder, Key, ReadAt, Store};
@@ -36,39 +34,54 @@ pub struct OpenPacks {
 }
 
 impl OpenPacks {
-    /// Opens the packs with these indices and checks their lengths.
+    /// Opens the packs with these indices, where reads are as `shape` says, and checks their lengths.
     ///
     /// # Errors
     /// [`Error::Store`] where one is missing, [`Error::Corrupt`] where one has another length.
-    pub fn open(store: &dyn Store, body: &Body, indices: impl IntoIterator<Item = u32>) -> Result<Self> {
-        let mut wanted = Vec::new();
-        for index in indices.into_iter().collect::<BTreeSet<u32>>() {
-            let record = body
-                .packs
-                .get(index as usize)
+    pub fn open(
+        store: &dyn Store,
+        body: &Body,
+        indices: impl IntoIterator<Item = u32>,
+        shape: ReadShape,
+    ) -> Result<Self> {
+        Self::each(indices, shape, |index| {
+            let record = body.packs.get(index as usize);
+            let record = record
                 .ok_or_else(|| Error::Internal { what: format!("pack {index} is not in the table") })?;
-            wanted.push((index, Key::new(Folder::Packs, &record.name)?, record.length_bytes));
-        }
+            open_pack(store, record).map(Some)
+        })
+    }
+
+    /// Opens the packs of a body that can be opened and have their length.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a bug alone.
+    pub fn open_readable(store: &dyn Store, body: &Body, shape: ReadShape) -> Result<Self> {
+        let indices = (0_u32..).zip(&body.packs).map(|(index, _)| index);
+        Self::each(indices, shape, |index| Ok(open_pack(store, &body.packs[index as usize]).ok()))
+    }
+
+    fn each(
+        indices: impl IntoIterator<Item = u32>,
+        shape: ReadShape,
+        open: impl Fn(u32) -> Result<Option<(String, Box<dyn ReadAt>)>> + Sync,
+    ) -> Result<Self> {
+        let indices: Vec<u32> = indices.into_iter().collect::<BTreeSet<u32>>().into_iter().collect();
         let packs = Mutex::new(BTreeMap::new());
-        let open = |(index, key, length_bytes): &(u32, Key, u64)| {
-            let object = store.open(key)?;
-            if object.length_bytes() != *length_bytes {
-                return Err(Error::corrupt(
-                    key.to_string(),
-                    0,
-                    "length",
-                    length_bytes,
-                    object.length_bytes(),
-                ));
-            }
-            let mut packs = packs.lock().unwrap_or_else(PoisonError::into_inner);
-            packs.insert(*index, (key.to_string(), object));
-            Ok(())
-        };
         // Across a network each is a round trip.
-        let is_near = wanted.iter().all(|(_, key, _)| store.is_at_hand(key));
-        for_each_waiting(&wanted, if is_near { 1 } else { OPENING_THREADS }, open)?;
+        for_each_waiting(&indices, if shape.is_slow { OPENING_THREADS } else { 1 }, |&index| {
+            if let Some(opened) = open(index)? {
+                packs.lock().unwrap_or_else(PoisonError::into_inner).insert(index, opened);
+            }
+            Ok(())
+        })?;
         Ok(Self { packs: packs.into_inner().unwrap_or_else(PoisonError::into_inner) })
+    }
+
+    /// Whether the pack with this index is open.
+    #[must_use]
+    pub fn has(&self, index: u32) -> bool {
+        self.packs.contains_key(&index)
     }
 
     /// Tells the store that the bytes of a chunk are going to be read, and those it is made from.
@@ -107,6 +120,19 @@ impl OpenPacks {
     }
 }
 
+/// Opens a pack that is as long as its record says; returns its name for messages, too.
+///
+/// # Errors
+/// [`Error::Store`] where it is missing, [`Error::Corrupt`] where it has another length.
+pub fn open_pack(store: &dyn Store, record: &PackRecord) -> Result<(String, Box<dyn ReadAt>)> {
+    let key = Key::new(Folder::Packs, &record.name)?;
+    let object = store.open(&key)?;
+    if object.length_bytes() == record.length_bytes {
+        return Ok((key.to_string(), object));
+    }
+    Err(Error::corrupt(key.to_string(), 0, "length", record.length_bytes, object.length_bytes()))
+}
+
 /// How the packs of a body are read best: one that lies across a network decides.
 ///
 /// # Errors
@@ -135,10 +161,37 @@ pub fn run(
     targets: &mut [&mut [u8]],
     cancelled: &AtomicBool,
 ) -> Result<u64> {
-    let packs = OpenPacks::open(store, body, plan.packs())?;
-    let source = Source { packs: &packs, body };
     let slices = split_targets(plan, targets)?;
-    let jobs = distribute(plan, slices);
+    perform(store, threads, body, plan, distribute(plan, slices), cancelled)
+}
+
+/// Reads and verifies all chunks of a plan without keeping their bytes; returns how many those are.
+///
+/// # Errors
+/// As [`run`].
+pub fn check(
+    store: &dyn Store,
+    threads: &Threads,
+    body: &Body,
+    plan: &ReadPlan,
+    cancelled: &AtomicBool,
+) -> Result<u64> {
+    let nowhere = |group: &ReadGroup| group.chunks.iter().map(|_| Vec::new()).collect();
+    let jobs = plan.groups.iter().map(|group| (group, nowhere(group))).collect();
+    perform(store, threads, body, plan, jobs, cancelled)
+}
+
+/// Runs the reads of a plan on all threads.
+fn perform(
+    store: &dyn Store,
+    threads: &Threads,
+    body: &Body,
+    plan: &ReadPlan,
+    jobs: Vec<GroupSlices<'_, '_>>,
+    cancelled: &AtomicBool,
+) -> Result<u64> {
+    let packs = OpenPacks::open(store, body, plan.packs(), plan.shape)?;
+    let source = Source { packs: &packs, body };
     let workers = Spares::<Worker>::default();
     let verified = AtomicU64::new(0);
     let failed = AtomicBool::new(false);
@@ -243,10 +296,7 @@ fn read_group(
     let length = (group.range.end - group.range.start) as usize;
     if length > 0 {
         let (_, object) = source.packs.get(group.pack)?;
-        if worker.group.len() < length {
-            worker.group.resize(length, 0);
-        }
-        object.read_at(group.range.start, &mut worker.group[..length])?;
+        object.read_into(group.range.start, length, &mut worker.group)?;
     }
     let mut verified = 0;
     for (chunk, slices) in group.chunks.iter().zip(slices) {
@@ -256,35 +306,6 @@ fn read_group(
         verified += chunk.raw_length_bytes;
     }
     Ok(verified)
-}
-
-/// Reads and verifies all chunks of a plan without keeping their bytes.
-///
-/// # Errors
-/// As [`run`].
-pub fn check(
-    store: &dyn Store,
-    threads: &Threads,
-    body: &Body,
-    plan: &ReadPlan,
-    cancelled: &AtomicBool,
-) -> Result<u64> {
-    let packs = OpenPacks::open(store, body, plan.packs())?;
-    let source = Source { packs: &packs, body };
-    let workers = Spares::<Worker>::default();
-    let groups = plan.groups.par_iter();
-    let verified = threads.pool()?.install(|| {
-        groups
-            .map(|group| {
-                if cancelled.load(Ordering::Relaxed) {
-                    return Err(Error::Interrupted);
-                }
-                let nowhere = group.chunks.iter().map(|_| Vec::new()).collect();
-                workers.lend(|worker| read_group(source, group, nowhere, worker))
-            })
-            .collect::<Result<Vec<u64>>>()
-    })?;
-    Ok(verified.into_iter().sum())
 }
 
 /// Reads and checks header, trailer and footer of a pack.

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Folder, Key, Listed, Published, PutMode, ReadAt, StagedWrite, Store, WriterLock};
+use super::{Folder, Key, Listed, Published, PutMode, ReadAt, StagedWrite, Store, WriterLock, end_of_read};
 use crate::error::{Error, Result};
 
 /// A [`Store`] in memory. Clones share their objects, as two openings of one folder do.
@@ -144,18 +144,8 @@ impl ReadAt for MemoryObject {
     }
 
     fn read_at(&self, offset_bytes: u64, buffer: &mut [u8]) -> Result<()> {
-        let start = usize::try_from(offset_bytes).ok();
-        let range = start.and_then(|start| Some(start..start.checked_add(buffer.len())?));
-        let Some(bytes) = range.and_then(|range| self.bytes.get(range)) else {
-            return Err(Error::corrupt(
-                self.name.clone(),
-                offset_bytes,
-                "length",
-                format!("{} bytes from there on", buffer.len()),
-                format!("the end of the object at byte {}", self.bytes.len()),
-            ));
-        };
-        buffer.copy_from_slice(bytes);
+        let end = end_of_read(|| self.name.clone(), offset_bytes, buffer.len(), self.length_bytes())?;
+        buffer.copy_from_slice(&self.bytes[offset_bytes as usize..end as usize]);
         Ok(())
     }
 }

@@ -231,6 +231,29 @@ pub trait ReadAt: Send + Sync + fmt::Debug {
     /// [`Error::Corrupt`] where the object ends before; [`Error::Store`] where reading fails.
     fn read_at(&self, offset_bytes: u64, buffer: &mut [u8]) -> Result<()>;
 
+    /// Exchanges `buffer` for one that begins with the bytes of a range, where the object has them in memory of its own;
+    /// `false` where it hasn't, and has left `buffer` alone.
+    ///
+    /// # Errors
+    /// As [`ReadAt::read_at`].
+    fn exchange(&self, _range: Range<u64>, _buffer: &mut Vec<u8>) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Fills the first `length` bytes of `buffer` as [`ReadAt::read_at`] does; what it held is lost.
+    ///
+    /// # Errors
+    /// As there.
+    fn read_into(&self, offset_bytes: u64, length: usize, buffer: &mut Vec<u8>) -> Result<()> {
+        if self.exchange(offset_bytes..offset_bytes.saturating_add(length as u64), buffer)? {
+            return Ok(());
+        }
+        if buffer.len() < length {
+            buffer.resize(length, 0);
+        }
+        self.read_at(offset_bytes, &mut buffer[..length])
+    }
+
     /// Tells the store which range will be read next, as a hint.
     fn will_read(&self, _range: Range<u64>) {}
 }
@@ -258,6 +281,32 @@ pub struct Published {
     pub drain_seconds: f64,
     /// Seconds spent waiting for the medium to confirm (sync of file and folder).
     pub sync_seconds: f64,
+}
+
+/// Where a read of `wanted_bytes` at an offset ends in an object of a length; `object` is its name for messages.
+///
+/// # Errors
+/// [`Error::Corrupt`] where that is past the end of the object.
+pub(crate) fn end_of_read(
+    object: impl FnOnce() -> String,
+    offset_bytes: u64,
+    wanted_bytes: usize,
+    length_bytes: u64,
+) -> Result<u64> {
+    let end = offset_bytes.checked_add(wanted_bytes as u64).filter(|end| *end <= length_bytes);
+    end.ok_or_else(|| past_the_end(object(), offset_bytes, wanted_bytes, length_bytes))
+}
+
+/// The error of a read that goes past the end of an object, which is at `end_bytes`.
+fn past_the_end(object: String, offset_bytes: u64, wanted_bytes: usize, end_bytes: u64) -> Error {
+    let expected = format!("{wanted_bytes} bytes from there on");
+    Error::corrupt(
+        object,
+        offset_bytes,
+        "length",
+        expected,
+        format!("the end of the object at byte {end_bytes}"),
+    )
 }
 
 /// The held writer lock; dropping it releases.

@@ -5,7 +5,8 @@
 //! renewal, and renews before it publishes anything that counts.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ops::RangeInclusive;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -18,9 +19,13 @@ use crate::store::remote::{RemoteStore, Version};
 use crate::store::{Folder, Key};
 
 use super::clock::Clock;
+use super::notes::Notes;
 
 /// Writers that took the lease in between, one after the other, before a third one gives up.
 const RACE_LIMIT: usize = 16;
+
+/// How soon a cancel is heeded.
+const CANCEL_POLL: Duration = Duration::from_millis(100);
 
 /// What is known of the lease of a bucket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -40,6 +45,7 @@ pub struct LeaseState {
 pub(super) struct LeaseKeeper {
     remote: Arc<dyn RemoteStore>,
     clock: Arc<dyn Clock>,
+    notes: Arc<Notes>,
     key: Key,
     milliseconds: u64,
     takeover: bool,
@@ -95,21 +101,22 @@ impl LeaseKeeper {
     pub(super) fn new(
         remote: Arc<dyn RemoteStore>,
         clock: Arc<dyn Clock>,
+        notes: Arc<Notes>,
         milliseconds: u64,
         takeover: bool,
     ) -> Result<Self> {
         let key = Key::new(Folder::Root, names::LEASE_NAME)?;
         let (turn, standing) = (Mutex::default(), Mutex::new(Standing::Unasked));
         let process = std::process::id();
-        Ok(Self { remote, clock, key, milliseconds, takeover, process, turn, standing })
+        Ok(Self { remote, clock, notes, key, milliseconds, takeover, process, turn, standing })
     }
 
     /// Takes the lease, waiting for the end of one whose holder shows no sign of life.
     ///
     /// # Errors
     /// [`Error::Locked`] where its holder lives; [`Error::Store`] where the bucket can't be reached: the lease
-    /// stays wanted, see [`LeaseKeeper::look`].
-    pub(super) fn take(&self, holder: &str) -> Result<()> {
+    /// stays wanted, see [`LeaseKeeper::look`]; [`Error::Interrupted`] after a cancel.
+    pub(super) fn take(&self, holder: &str, cancelled: &AtomicBool) -> Result<()> {
         *self.standing() = Standing::Wanted { own: self.own(holder), watched: None };
         let poll = Duration::from_millis((self.milliseconds / 10).max(1));
         let mut race_count = 0;
@@ -121,7 +128,7 @@ impl LeaseKeeper {
                     continue;
                 }
                 Look::Waiting(left) => {
-                    self.clock.sleep(left.min(poll));
+                    self.wait(left.min(poll), cancelled)?;
                     continue;
                 }
                 Look::Raced => "several writers at once".to_owned(),
@@ -129,6 +136,21 @@ impl LeaseKeeper {
             };
             self.close();
             return Err(Error::Locked { root: self.remote.root(), holder });
+        }
+    }
+
+    fn wait(&self, time: Duration, cancelled: &AtomicBool) -> Result<()> {
+        let end = self.clock.now() + time;
+        loop {
+            if cancelled.load(Ordering::Relaxed) {
+                self.close();
+                return Err(Error::Interrupted);
+            }
+            let left = end.saturating_sub(self.clock.now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            self.clock.sleep(left.min(CANCEL_POLL));
         }
     }
 
@@ -149,9 +171,8 @@ impl LeaseKeeper {
         let now = self.clock.now();
         let Some((found, version)) = self.read()? else {
             self.remote.require_promises()?;
-            return self.swap(own, 1, None, now);
+            return self.swap(own, None, None, now);
         };
-        let epoch = found.as_ref().map_or(0, |lease| lease.epoch);
         let is_own = found.as_ref().is_some_and(|lease| lease.nonce == own.nonce);
         let is_free = found.as_ref().is_some_and(|lease| lease.released || is_abandoned(lease));
         if let Some(lease) = found.clone().filter(|_| is_own) {
@@ -162,12 +183,13 @@ impl LeaseKeeper {
         let has_ended = |watched: &Watched| now.saturating_sub(watched.since) >= watched.time;
         let is_same = |watched: &&Watched| watched.version == version;
         if is_free || self.takeover || watched.as_ref().filter(is_same).is_some_and(has_ended) {
-            return self.swap(own, epoch.saturating_add(1), Some(&version), now);
+            return self.swap(own, found.as_ref(), Some(&version), now);
         }
         if let Some(known) = watched.as_ref().filter(is_same) {
             return Ok(Look::Waiting(known.time.saturating_sub(now.saturating_sub(known.since))));
         }
         let holder = described(found.as_ref());
+        let epoch = found.as_ref().map_or(0, |lease| lease.epoch);
         let time = Duration::from_millis(found.map_or(self.milliseconds, |lease| lease.milliseconds));
         let was_watched = watched.is_some();
         // After the answer: it may have been renewed while the request was under way.
@@ -177,8 +199,20 @@ impl LeaseKeeper {
         Ok(if was_watched { Look::Alive(holder) } else { Look::Waiting(time) })
     }
 
-    fn swap(&self, own: Lease, epoch: u64, expected: Option<&Version>, now: Duration) -> Result<Look> {
-        let lease = Lease { epoch, ..own };
+    fn swap(
+        &self,
+        own: Lease,
+        before: Option<&Lease>,
+        expected: Option<&Version>,
+        now: Duration,
+    ) -> Result<Look> {
+        let epoch = before.map_or(1, |lease| lease.epoch.saturating_add(1));
+        let is_next = |lease: &&Lease| self.notes.has_claimed(&lease.nonce);
+        let since_epoch = before.filter(is_next).map_or(epoch, |lease| lease.since_epoch);
+        // IMPORTANT: before the request. Whatever becomes of this process and of the answer, the folder knows the lease
+        // for its own then.
+        self.notes.claim(&own.nonce)?;
+        let lease = Lease { epoch, since_epoch, ..own };
         match self.remote.swap(&self.key, &lease.encode()?, expected) {
             Ok(version) => {
                 *self.standing() = Standing::Held(Held { lease, version, confirmed: now });
@@ -288,6 +322,14 @@ impl LeaseKeeper {
         }
     }
 
+    /// Epochs since a writer with another folder held the lease, up to the own one; `None` where it is not held.
+    pub(super) fn epochs(&self) -> Option<RangeInclusive<u64>> {
+        match &*self.standing() {
+            Standing::Held(held) => Some(held.lease.since_epoch..=held.lease.epoch),
+            _ => None,
+        }
+    }
+
     /// True while the lease is held.
     pub(super) fn is_held(&self) -> bool {
         matches!(*self.standing(), Standing::Held(_))
@@ -383,6 +425,7 @@ impl LeaseKeeper {
         };
         Lease {
             epoch: 1,
+            since_epoch: 1,
             nonce,
             renewal: 0,
             milliseconds: self.milliseconds,

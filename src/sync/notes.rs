@@ -2,6 +2,7 @@
 //! are under way. Losing it costs requests, never a snapshot.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
@@ -12,6 +13,8 @@ use crate::store::{Folder, Key, PutMode, Store};
 
 /// Bytes of a tag's removal note; they have no meaning.
 const UNTAG_CONTENT: &[u8] = b"removed\n";
+/// Takings of the lease that are remembered: so many in a row may die before they have seen the bucket.
+const TAKING_LIMIT: usize = 64;
 
 /// The notes of one folder about one bucket.
 #[derive(Debug)]
@@ -27,8 +30,10 @@ struct Memory {
     pushed: BTreeMap<Key, Pushed>,
     is_journal_stale: bool,
     removals: BTreeSet<Key>,
-    /// Epoch of the lease that this folder held last.
+    /// Epoch of the lease that the removals follow.
     epoch: u64,
+    /// Nonces of leases that this folder has taken, or was about to take, oldest first.
+    takings: Vec<String>,
     uploads: BTreeMap<String, UploadNote>,
 }
 
@@ -50,8 +55,10 @@ impl Notes {
             memory.repository_id = journal.repository_id;
         }
         let removals = self.read(names::REMOVALS_NAME, Removals::decode, &mut lost)?;
-        memory.epoch = removals.as_ref().map_or(0, |removals| removals.epoch);
-        memory.removals = self.keys_of(removals);
+        if let Some(removals) = removals.filter(|removals| removals.remote == self.remote) {
+            memory.removals = keys_of(&removals);
+            (memory.epoch, memory.takings) = (removals.epoch, removals.takings);
+        }
         for row in self.store.list(Folder::Sync)? {
             if names::parse_upload_name(&row.name).is_none() {
                 continue;
@@ -83,16 +90,11 @@ impl Notes {
         }
     }
 
-    fn keys_of(&self, removals: Option<Removals>) -> BTreeSet<Key> {
-        let ours = removals.filter(|removals| removals.remote == self.remote);
-        ours.map(|removals| removals.keys.iter().filter_map(|key| parse_key(key)).collect())
-            .unwrap_or_default()
-    }
-
     /// Removals as they stand in the folder now: for a handle that isn't the writer.
     pub(super) fn removals_now(&self) -> Result<BTreeSet<Key>> {
         let removals = self.read(names::REMOVALS_NAME, Removals::decode, &mut Vec::new())?;
-        Ok(self.keys_of(removals))
+        let ours = removals.filter(|removals| removals.remote == self.remote);
+        Ok(ours.as_ref().map(keys_of).unwrap_or_default())
     }
 
     /// Keys that were deleted here and may still lie in the bucket.
@@ -133,28 +135,51 @@ impl Notes {
 
     fn put_removals(&self, memory: &mut Memory, removals: BTreeSet<Key>) -> Result<()> {
         let keys = removals.iter().map(ToString::to_string).collect();
-        let bytes = Removals { remote: self.remote.clone(), epoch: memory.epoch, keys }.encode()?;
-        self.put(names::REMOVALS_NAME, &bytes)?;
+        let (remote, epoch, takings) = (self.remote.clone(), memory.epoch, memory.takings.clone());
+        self.put(names::REMOVALS_NAME, &Removals { remote, epoch, takings, keys }.encode()?)?;
         memory.removals = removals;
         Ok(())
     }
 
-    /// Notes the epoch of the lease that was taken. Where another writer has held it since this folder did, what was
-    /// deleted here before may be what that one goes on from: only packs stay noted, which go only where no manifest
-    /// names them.
+    /// Notes durably that this folder is about to take the lease: it knows it by this nonce even after a crash.
     ///
     /// # Errors
     /// As [`Notes::remove`].
-    pub(super) fn enter(&self, epoch: u64) -> Result<()> {
+    pub(super) fn claim(&self, nonce: &str) -> Result<()> {
         let mut memory = self.memory();
-        if memory.epoch == epoch {
+        if memory.takings.iter().any(|taking| taking == nonce) {
+            return Ok(());
+        }
+        let surplus = (memory.takings.len() + 1).saturating_sub(TAKING_LIMIT);
+        memory.takings.drain(..surplus);
+        memory.takings.push(nonce.to_owned());
+        let removals = memory.removals.clone();
+        self.put_removals(&mut memory, removals)
+    }
+
+    /// True where the taking with this nonce was this folder's.
+    pub(super) fn has_claimed(&self, nonce: &str) -> bool {
+        self.memory().takings.iter().any(|taking| taking == nonce)
+    }
+
+    /// Notes which lease was taken: `epochs` are those since another folder held it. Where that was after the epoch
+    /// that the removals follow, what was deleted here may be what the other one goes on from: only packs stay noted,
+    /// which go only where no manifest names them.
+    ///
+    /// # Errors
+    /// As [`Notes::remove`].
+    pub(super) fn enter(&self, epochs: RangeInclusive<u64>) -> Result<()> {
+        let mut memory = self.memory();
+        if memory.epoch == *epochs.end() {
             return Ok(());
         }
         let mut removals = memory.removals.clone();
-        if memory.epoch.checked_add(1) != Some(epoch) {
+        if !epochs.contains(&memory.epoch.saturating_add(1)) {
             removals.retain(|key| key.folder() == Folder::Packs);
         }
-        memory.epoch = epoch;
+        memory.epoch = *epochs.end();
+        let earlier = memory.takings.len().saturating_sub(1);
+        memory.takings.drain(..earlier);
         self.put_removals(&mut memory, removals)
     }
 
@@ -278,7 +303,11 @@ impl Notes {
 }
 
 /// Folders whose objects lie in a bucket as well.
-const MIRRORED: [Folder; 4] = [Folder::Packs, Folder::Snapshots, Folder::Tags, Folder::Receipts];
+pub(super) const MIRRORED: [Folder; 4] = [Folder::Packs, Folder::Snapshots, Folder::Tags, Folder::Receipts];
+
+fn keys_of(removals: &Removals) -> BTreeSet<Key> {
+    removals.keys.iter().filter_map(|key| parse_key(key)).collect()
+}
 
 /// Reads a key of a mirrored folder, as it is displayed.
 fn parse_key(text: &str) -> Option<Key> {
@@ -346,15 +375,33 @@ mod tests {
     fn what_was_deleted_before_another_writer_came_stays() {
         let store = MemoryStore::new();
         let first = notes(&store, "s3://a");
-        first.enter(3).unwrap();
+        first.enter(3..=3).unwrap();
         first.remove([key("packs/x"), key("tags/y"), key("snapshots/1.json")]).unwrap();
         let next = notes(&store, "s3://a");
-        next.enter(4).unwrap();
+        next.enter(3..=5).unwrap();
         assert_eq!(next.removals(), BTreeSet::from([key("packs/x"), key("tags/y"), key("snapshots/1.json")]));
         let later = notes(&store, "s3://a");
-        later.enter(6).unwrap();
+        later.enter(7..=8).unwrap();
         assert_eq!(later.removals(), BTreeSet::from([key("packs/x")]));
         assert_eq!(notes(&store, "s3://a").removals(), BTreeSet::from([key("packs/x")]));
+    }
+
+    #[test]
+    fn takings_are_known_until_the_next_one_is_settled() {
+        let store = MemoryStore::new();
+        let first = notes(&store, "s3://a");
+        first.claim("a").unwrap();
+        first.enter(1..=1).unwrap();
+        for number in 0..TAKING_LIMIT {
+            notes(&store, "s3://a").claim(&number.to_string()).unwrap();
+        }
+        let next = notes(&store, "s3://a");
+        assert!(!next.has_claimed("a"), "so many are remembered, and no more");
+        assert!(next.has_claimed("0") && next.has_claimed("63"));
+        next.enter(1..=66).unwrap();
+        let later = notes(&store, "s3://a");
+        assert!(!later.has_claimed("0") && later.has_claimed("63"));
+        assert!(!notes(&store, "s3://b").has_claimed("63"));
     }
 
     #[test]

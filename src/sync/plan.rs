@@ -112,8 +112,6 @@ pub(super) struct Removals {
     /// Manifests.
     pub(super) seqs: Vec<u64>,
     pub(super) tombstones: Vec<u64>,
-    /// Packs that may go, if no manifest names them then.
-    pub(super) packs: Vec<String>,
     /// Notes that mean nothing any more: the object lies here again, or is not in the bucket.
     pub(super) void: BTreeSet<Key>,
 }
@@ -142,7 +140,8 @@ pub(super) fn removals(
         }
         let name = key.name();
         match key.folder() {
-            Folder::Packs => removals.packs.push(name.to_owned()),
+            // They go last, once it is known which ones the manifests that stay don't name.
+            Folder::Packs => {}
             Folder::Tags => {
                 tags.insert(name.to_owned());
             }
@@ -179,20 +178,14 @@ fn lies_here(local: &Local, key: &Key) -> bool {
     }
 }
 
-/// Packs of which nobody knows whose they were: no manifest of the bucket names them, they don't lie here, and they
-/// are old by the clock of the bucket, whose time is now `now_unix_ms`.
-pub(super) fn orphans(
-    local: &Local,
-    view: &View,
-    named: &HashSet<String>,
-    now_unix_ms: u64,
-    age_milliseconds: u64,
-) -> Vec<String> {
+/// Packs of which, if no manifest of the bucket names them, nobody knows whose they were: they don't lie here, and are
+/// old by the clock of the bucket, whose time is now `now_unix_ms`.
+pub(super) fn orphans(local: &Local, view: &View, now_unix_ms: u64, age_milliseconds: u64) -> Vec<String> {
     let is_old = |modified: u64| now_unix_ms.saturating_sub(modified) >= age_milliseconds;
     view.rows(Folder::Packs)
         .filter(|(name, row)| names::parse_pack_name(name).is_some() && is_old(row.modified_unix_ms))
         .map(|(name, _)| name)
-        .filter(|name| !named.contains(*name) && !local.packs.contains(*name))
+        .filter(|name| !local.packs.contains(*name))
         .cloned()
         .collect()
 }

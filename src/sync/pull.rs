@@ -201,7 +201,7 @@ impl Pull<'_> {
             return Err(Error::corrupt(name, 0, "length", record.length_bytes, object.length_bytes()));
         }
         let mut staged = self.local.stage(&key)?;
-        let mut buffer = vec![0; BLOCK_BYTES.min(record.length_bytes) as usize];
+        let mut buffer = Vec::new();
         let (started, mut offset) = (Instant::now(), 0);
         let range = |index: u64| {
             let start = (index * BLOCK_BYTES).min(record.length_bytes);
@@ -216,9 +216,8 @@ impl Pull<'_> {
                 told += 1;
             }
             let length = BLOCK_BYTES.min(record.length_bytes - offset);
-            let block = &mut buffer[..length as usize];
-            object.read_at(offset, block)?;
-            staged.append(block)?;
+            object.read_into(offset, length as usize, &mut buffer)?;
+            staged.append(&buffer[..length as usize])?;
             offset += length;
             self.transfer.moved_bytes.fetch_add(length, Ordering::Relaxed);
             self.slow_down(started, offset);

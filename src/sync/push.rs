@@ -10,8 +10,9 @@ use crate::format::limits;
 use crate::format::model::PackRecord;
 use crate::format::names;
 use crate::inflight::Registry;
+use crate::read::open_pack;
 use crate::store::remote::{Transfer, Upload, Version};
-use crate::store::{Folder, Key, PutMode, ReadAt, Store};
+use crate::store::{Folder, Key, PutMode, ReadAt};
 
 use super::Diverged;
 use super::clock::least_time;
@@ -152,12 +153,7 @@ impl Run<'_> {
         let tiers = self.tiers;
         let local = tiers.survey()?;
         self.abort_uploads(&local)?;
-        let pushes = {
-            let state = tiers.state();
-            let view = state.view.clone().unwrap_or_default();
-            drop(state);
-            plan::pushes(&local, &view, &tiers.notes.all_pushed())
-        };
+        let pushes = plan::pushes(&local, &tiers.view(), &tiers.notes.all_pushed());
         self.tell_pending(&local, &pushes);
         for push in &pushes {
             self.go_on()?;
@@ -244,8 +240,7 @@ impl Run<'_> {
             Err(error) if error.is_not_found() => return Ok(()),
             got => got?,
         };
-        let expected =
-            tiers.state().view.as_ref().and_then(|view| view.get(&key).map(|row| row.version.clone()));
+        let expected = tiers.version_there(&key);
         match tiers.remote.swap(&key, &bytes, expected.as_ref()) {
             Ok(version) => {
                 if let Some(digest) = digest {
@@ -300,7 +295,7 @@ impl Run<'_> {
             let opened = if gone.contains(&record.name) {
                 Err(not_there(&record.name))
             } else {
-                open_pack(tiers.local.as_ref(), record)
+                open_pack(tiers.local.as_ref(), record).map(|(_, source)| source)
             };
             match opened {
                 Ok(source) => sources.push(source),
@@ -436,12 +431,7 @@ impl Run<'_> {
 
     fn send(&self, key: &Key, note: &UploadNote, source: &dyn ReadAt) -> Result<()> {
         let tiers = self.tiers;
-        let mut upload = Upload {
-            id: note.id.clone(),
-            length_bytes: note.length_bytes,
-            part_bytes: note.part_bytes,
-            parts: note.parts.clone(),
-        };
+        let mut upload = upload_of(note);
         let transfer = Transfer {
             cancelled: self.control.cancelled,
             moved_bytes: &tiers.moved_bytes,
@@ -467,14 +457,14 @@ impl Run<'_> {
     }
 }
 
-/// Opens a pack of the folder that is as long as its manifest says.
-fn open_pack(local: &dyn Store, record: &PackRecord) -> Result<Box<dyn ReadAt>> {
-    let key = Key::new(Folder::Packs, &record.name)?;
-    let source = local.open(&key)?;
-    if source.length_bytes() == record.length_bytes {
-        return Ok(source);
+/// The upload that a note is of.
+pub(super) fn upload_of(note: &UploadNote) -> Upload {
+    Upload {
+        id: note.id.clone(),
+        length_bytes: note.length_bytes,
+        part_bytes: note.part_bytes,
+        parts: note.parts.clone(),
     }
-    Err(Error::corrupt(key.to_string(), 0, "length", record.length_bytes, source.length_bytes()))
 }
 
 fn not_there(pack: &str) -> Error {

@@ -12,11 +12,10 @@ use crate::format::limits;
 use crate::format::model::PackRecord;
 use crate::format::names::{self, parse_manifest_name};
 use crate::inflight::Registry;
-use crate::store::remote::Upload;
 use crate::store::{Folder, Key};
 
 use super::plan::{self, Local};
-use super::push::Run;
+use super::push::{Run, upload_of};
 use super::view;
 
 impl Run<'_> {
@@ -71,9 +70,8 @@ impl Run<'_> {
         let (local, removals, untagged) = {
             let _removing = tiers.removing.lock().unwrap_or_else(PoisonError::into_inner);
             let (local, untagged) = (tiers.survey()?, tiers.notes.untagged()?);
-            let view = tiers.state().view.clone().unwrap_or_default();
             let (pushed, noted) = (tiers.notes.all_pushed(), tiers.notes.removals());
-            let removals = plan::removals(&local, &view, &pushed, &noted, &untagged);
+            let removals = plan::removals(&local, &tiers.view(), &pushed, &noted, &untagged);
             tiers.notes.forget_removals(&removals.void)?;
             (local, removals, untagged)
         };
@@ -127,13 +125,11 @@ impl Run<'_> {
         }
         let local = tiers.survey()?;
         let orphans = {
-            let state = tiers.state();
-            let view = state.view.clone().unwrap_or_default();
-            drop(state);
+            let view = tiers.view();
             let lease = Key::new(Folder::Root, names::LEASE_NAME)?;
             let now_unix_ms = view.get(&lease).map_or(0, |row| row.modified_unix_ms);
             let age = tiers.options.orphan_milliseconds();
-            plan::orphans(&local, &view, &HashSet::new(), now_unix_ms, age)
+            plan::orphans(&local, &view, now_unix_ms, age)
         };
         self.delete_unnamed(orphans)?;
         tiers.state().is_swept = true;
@@ -203,9 +199,7 @@ impl Run<'_> {
     fn table_there(&self, seq: u64) -> Result<Arc<Vec<PackRecord>>> {
         let tiers = self.tiers;
         let key = Key::new(Folder::Snapshots, &names::manifest_name(seq))?;
-        let version =
-            tiers.state().view.as_ref().and_then(|view| view.get(&key).map(|row| row.version.clone()));
-        let Some(version) = version else { return Ok(Arc::default()) };
+        let Some(version) = tiers.version_there(&key) else { return Ok(Arc::default()) };
         if let Some((of, table)) = tiers.state().remote_tables.get(&seq)
             && *of == version
         {
@@ -222,14 +216,5 @@ impl Run<'_> {
         let table = Arc::new(tiers.decode_manifest(tiers.remote.as_ref(), &key, &bytes)?.body.packs);
         tiers.state().remote_tables.insert(seq, (version, Arc::clone(&table)));
         Ok(table)
-    }
-}
-
-fn upload_of(note: &UploadNote) -> Upload {
-    Upload {
-        id: note.id.clone(),
-        length_bytes: note.length_bytes,
-        part_bytes: note.part_bytes,
-        parts: note.parts.clone(),
     }
 }

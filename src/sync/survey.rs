@@ -25,7 +25,9 @@ impl TieredStore {
     /// bucket is that of another repository; [`Error::Store`] where the bucket can't be reached.
     pub(super) fn settle(&self, diverged: Diverged) -> Result<()> {
         let mut view = View::take(self.remote.as_ref())?;
-        self.notes.enter(self.lease.state().epoch)?;
+        if let Some(epochs) = self.lease.epochs() {
+            self.notes.enter(epochs)?;
+        }
         self.compare_markers(&view, diverged)?;
         let colliding = self.compare_manifests(&view)?;
         if !colliding.is_empty() {
@@ -286,17 +288,18 @@ impl TieredStore {
 
     /// Pack table of a local manifest with this digest.
     pub(super) fn local_table(&self, seq: u64, digest: ChunkDigest) -> Result<Arc<Vec<PackRecord>>> {
-        let known =
-            self.state().tables.get(&seq).filter(|(of, _)| *of == digest).map(|(_, table)| Arc::clone(table));
-        known.map_or_else(|| Ok(self.local_manifest(seq)?.packs), Ok)
+        self.known_table(seq, digest).map_or_else(|| Ok(self.local_manifest(seq)?.packs), Ok)
+    }
+
+    fn known_table(&self, seq: u64, digest: ChunkDigest) -> Option<Arc<Vec<PackRecord>>> {
+        let state = self.state();
+        state.tables.get(&seq).filter(|(of, _)| *of == digest).map(|(_, table)| Arc::clone(table))
     }
 
     /// Pack table of a manifest of this digest, as this handle or the folder has it.
     pub(super) fn own_table(&self, seq: u64, key: &Key, digest: ChunkDigest) -> Option<Arc<Vec<PackRecord>>> {
-        let known =
-            self.state().tables.get(&seq).filter(|(of, _)| *of == digest).map(|(_, table)| Arc::clone(table));
         // What can't be read here is asked for there.
-        known.or_else(|| {
+        self.known_table(seq, digest).or_else(|| {
             let is_same = self.manifest_digest(key).is_ok_and(|local| local == digest);
             if is_same { self.local_table(seq, digest).ok() } else { None }
         })

@@ -17,7 +17,7 @@ use super::SyncOptions;
 use super::clock::{Clock, SystemClock};
 use super::head::{Heads, Lazy};
 use super::lease::{LeaseKeeper, LeaseState};
-use super::notes::Notes;
+use super::notes::{MIRRORED, Notes};
 use super::push::Figures;
 use super::view::{self, View};
 
@@ -47,7 +47,7 @@ pub struct TieredStore {
     pub(super) options: SyncOptions,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) lease: Arc<LeaseKeeper>,
-    pub(super) notes: Notes,
+    pub(super) notes: Arc<Notes>,
     pub(super) heads: Heads,
     pub(super) moved_bytes: AtomicU64,
     /// Held while objects are noted as removed and then deleted here: in between a note looks void.
@@ -102,8 +102,14 @@ impl TieredStore {
     ) -> Result<Arc<Self>> {
         options.check()?;
         let (milliseconds, takeover) = (options.lease_milliseconds(), options.takeover);
-        let lease = LeaseKeeper::new(Arc::clone(&remote), Arc::clone(&clock), milliseconds, takeover)?;
-        let notes = Notes::new(Arc::clone(&local), remote.root());
+        let notes = Arc::new(Notes::new(Arc::clone(&local), remote.root()));
+        let lease = LeaseKeeper::new(
+            Arc::clone(&remote),
+            Arc::clone(&clock),
+            Arc::clone(&notes),
+            milliseconds,
+            takeover,
+        )?;
         Ok(Arc::new(Self {
             local,
             remote,
@@ -135,12 +141,6 @@ impl TieredStore {
     #[must_use]
     pub fn remote(&self) -> &Arc<dyn RemoteStore> {
         &self.remote
-    }
-
-    /// The folder.
-    #[must_use]
-    pub fn local(&self) -> &Arc<dyn Store> {
-        &self.local
     }
 
     /// What is known of the lease.
@@ -249,6 +249,16 @@ impl TieredStore {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What lies in the bucket, as far as is known.
+    pub(super) fn view(&self) -> View {
+        self.state().view.clone().unwrap_or_default()
+    }
+
+    /// The version of an object of the bucket, as far as is known.
+    pub(super) fn version_there(&self, key: &Key) -> Option<Version> {
+        self.state().view.as_ref().and_then(|view| view.get(key).map(|row| row.version.clone()))
+    }
+
     pub(super) fn is_writer(&self) -> bool {
         self.access == TierAccess::Write
     }
@@ -313,11 +323,7 @@ impl TieredStore {
 
     /// Opens what does not lie in the folder; `error` says so.
     fn open_remote(&self, key: &Key, error: Error) -> Result<Box<dyn ReadAt>> {
-        let is_mirrored = matches!(
-            key.folder(),
-            Folder::Root | Folder::Packs | Folder::Snapshots | Folder::Tags | Folder::Receipts
-        );
-        if !is_mirrored {
+        if key.folder() != Folder::Root && !MIRRORED.contains(&key.folder()) {
             return Err(error);
         }
         if !self.is_writer() {
@@ -420,8 +426,7 @@ impl Store for TieredStore {
     }
 
     fn delete(&self, folder: Folder, names: &[String]) -> Result<u64> {
-        let is_mirrored =
-            matches!(folder, Folder::Packs | Folder::Snapshots | Folder::Tags | Folder::Receipts);
+        let is_mirrored = MIRRORED.contains(&folder);
         // IMPORTANT: noted durably first. A crash in between leaves a note about what still lies here, which is void.
         if is_mirrored && self.is_writer() {
             let keys = names.iter().map(|name| Key::new(folder, name)).collect::<Result<Vec<_>>>()?;
@@ -453,7 +458,10 @@ impl Store for TieredStore {
         let lost = self.notes.load()?;
         self.state().failure = lost.into_iter().next().map(Arc::new);
         let guard = TieredLock { lock: Some(lock), lease: Arc::clone(&self.lease) };
-        let taken = self.lease.take(holder).and_then(|()| self.settle(self.options.diverged));
+        let taken = self
+            .lease
+            .take(holder, &self.options.cancelled)
+            .and_then(|()| self.settle(self.options.diverged));
         if let Err(error) = self.or_go_on(taken) {
             if !matches!(error, Error::Store { .. }) {
                 // The caller hears why there is no lock; a lease that stays runs out by itself.

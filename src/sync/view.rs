@@ -21,16 +21,17 @@ pub(super) struct View {
     folders: BTreeMap<Folder, BTreeMap<String, Row>>,
 }
 
-/// Folders of a bucket that a view tells of.
-const FOLDERS: [Folder; 5] = [Folder::Root, Folder::Packs, Folder::Snapshots, Folder::Tags, Folder::Receipts];
+/// Folders of a bucket that a view tells of, in the order in which they are listed.
+///
+/// IMPORTANT: manifests before packs. What a listed manifest refers to lies there before it, so that a pack which is
+/// not listed is surely missing.
+const FOLDERS: [Folder; 5] = [Folder::Root, Folder::Snapshots, Folder::Tags, Folder::Receipts, Folder::Packs];
 
 impl View {
     /// Lists the bucket.
     pub(super) fn take(remote: &dyn RemoteStore) -> Result<Self> {
         let mut view = Self::default();
-        // IMPORTANT: manifests before packs. What a listed manifest refers to lies there before it, so that a
-        // pack which is not listed is surely missing.
-        for folder in [Folder::Root, Folder::Snapshots, Folder::Tags, Folder::Receipts, Folder::Packs] {
+        for folder in FOLDERS {
             view.folders.insert(folder, list(remote, folder)?);
         }
         Ok(view)

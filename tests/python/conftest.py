@@ -15,6 +15,9 @@ from varvite.tensors import TensorSpec, allocate, allocate_array, describe, find
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Helpers of the tests of buckets assert, too, and say what differs.
+pytest.register_assert_rewrite("bucket", "looks")
+
 
 def fill(target: Any, raw: bytes) -> None:
     """Writes bytes to a dense tensor or array, as the engine does."""

@@ -372,7 +372,7 @@ WRONG_SAVES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG_SAVES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("arguments", "message"), WRONG_SAVES, ids=[message for _, message in WRONG_SAVES])
 @pytest.mark.parametrize("method", ["save", "save_sync", "save_final"])
 def test_a_wrong_argument_of_a_save_is_refused_and_saves_nothing(tmp_path, method, arguments, message):
     arguments = {"step": 0, "state": None, **arguments}

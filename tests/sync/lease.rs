@@ -1,5 +1,6 @@
 //! One writer at a time: who gets the bucket, who waits, and what becomes of a writer that has lost it.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use varvite::error::Error;
@@ -7,7 +8,7 @@ use varvite::format::lease::Lease;
 use varvite::process::ProcessIdentity;
 use varvite::repository::{Access, Repository};
 use varvite::store::{Folder, Key, Store};
-use varvite::sync::{Clock, Diverged, LeaseState, TierAccess};
+use varvite::sync::{Clock, Diverged, LeaseState, SyncOptions, TierAccess};
 
 use crate::common::key;
 use crate::common::machine::{Machine, Trainer, check_bucket, load_elsewhere, seconds, seqs_in};
@@ -26,6 +27,7 @@ fn lease_in(bucket: &MemoryRemote) -> Lease {
 fn foreign() -> Lease {
     Lease {
         epoch: 7,
+        since_epoch: 7,
         nonce: "ab".repeat(16),
         renewal: 0,
         milliseconds: 30_000,
@@ -63,6 +65,22 @@ fn a_second_trainer_that_sees_the_lease_renewed_is_told_who_holds_it() {
     assert_eq!(*holder, format!("{} (epoch 1)", lease_in(&bucket).holder));
     assert!(second.clock.now() < seconds(30), "it need not wait until the end");
     assert!(first.tiers.lease().is_ours);
+}
+
+#[test]
+fn the_wait_for_a_lease_can_be_cancelled() {
+    let bucket = MemoryRemote::new();
+    bucket.plant(&lease_key(), &foreign().encode().unwrap());
+    let machine = Machine::new(&bucket);
+    machine.clock.on_sleep({
+        let cancelled = Arc::clone(&machine.sync.cancelled);
+        move || cancelled.store(true, Ordering::Relaxed)
+    });
+    assert!(matches!(refusal(&machine), Error::Interrupted));
+    assert!(machine.clock.now() < seconds(1), "it is heeded at once");
+    assert_eq!(lease_in(&bucket), foreign());
+    // The folder is free for the next attempt.
+    Machine { sync: SyncOptions::default(), ..machine.restarted() }.open().unwrap();
 }
 
 #[test]

@@ -135,6 +135,8 @@ fn no_call_of_a_running_job_asks_the_bucket() {
     )
     .unwrap();
     let syncer = Syncer::quiet(repository.clone(), Arc::clone(&tiers));
+    // As after a resume: the base of the next save lies in the bucket.
+    repository.follow(&repository.snapshot(4).unwrap());
     machine.remote.forbid();
 
     let save = |step| {

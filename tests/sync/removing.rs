@@ -12,7 +12,7 @@ use varvite::sync::TierAccess;
 use varvite::syncer::SyncReport;
 
 use crate::common::machine::{Machine, check_bucket, load_elsewhere, orphans_in, seconds, seqs_in};
-use crate::common::memory_remote::MemoryRemote;
+use crate::common::memory_remote::{Fault, FaultMode, MemoryRemote};
 use crate::common::training::{load, state_at};
 use crate::common::{key, names};
 
@@ -293,4 +293,38 @@ fn what_was_deleted_before_another_machine_took_over_is_that_machines_to_keep() 
     trainer.sync().unwrap();
     assert_eq!(seqs_in(&bucket), [1, 2, 3]);
     assert_eq!(load_elsewhere(&bucket, 1).unwrap(), state_at(1));
+}
+
+#[test]
+fn what_was_deleted_here_goes_whatever_becomes_of_the_processes_after() {
+    for at in 1.. {
+        let mut is_reached = false;
+        for mode in FaultMode::ALL {
+            let bucket = MemoryRemote::new();
+            let machine = Machine::new(&bucket);
+            let trainer = machine.open().unwrap();
+            trainer.save(1);
+            trainer.save(2);
+            trainer.sync().unwrap();
+            trainer.repository.delete(1).unwrap();
+            drop(trainer);
+
+            // Two in a row die of the same: neither may take the other for another machine.
+            let mut machine = machine;
+            for _ in 0..2 {
+                machine = machine.restarted();
+                machine.remote.arm(Fault { at, mode });
+                drop(machine.open());
+                is_reached |= machine.remote.fired();
+            }
+            let trainer = machine.restarted().open().unwrap();
+            assert_eq!(trainer.repository.candidates().unwrap(), [2], "{mode:?} at request {at}");
+            trainer.sync().unwrap();
+            assert_eq!(seqs_in(&bucket), [2], "{mode:?} at request {at}");
+        }
+        if !is_reached {
+            assert!(at > 5, "an open makes more requests than {at}");
+            return;
+        }
+    }
 }

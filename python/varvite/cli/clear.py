@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from varvite.buckets import read_remote
 from varvite.cli import exits
-from varvite.cli.output import Cell, Column, Output, bad
-from varvite.cli.text import ago, printable, timestamp
+from varvite.cli.output import Cell, Column, Output, damaged_row
+from varvite.cli.text import created_text, printable, timestamp
 from varvite.records import format_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def show_clear(run: Place, error: EncryptionKeyError, *, iso: bool, exact_bytes:
     elif snapshots or clear["damaged"]:
         rows = _Rows(iso=iso, exact_bytes=exact_bytes)
         shown = [(row["seq"], rows.row(row)) for row in snapshots]
-        shown += [(seq, rows.damaged_row(seq)) for seq, _ in clear["damaged"]]
+        shown += [(seq, damaged_row(seq, len(_COLUMNS))) for seq, _ in clear["damaged"]]
         output.table(_COLUMNS, [row for _, row in sorted(shown, key=lambda row: row[0])])
     else:
         output.message("no snapshots yet")
@@ -81,9 +81,8 @@ class _Rows:
     """Snapshots as rows for people."""
 
     def __init__(self, *, iso: bool, exact_bytes: bool) -> None:
-        self._iso = iso
         self._size = str if exact_bytes else format_bytes
-        self._now = time.time_ns() // 1_000_000
+        self._now = None if iso else time.time_ns() // 1_000_000
 
     def row(self, facts: ClearSnapshot) -> list[Cell | str]:
         created = facts["created_at_unix_ms"]
@@ -91,13 +90,10 @@ class _Rows:
             str(facts["seq"]),
             str(facts["step"]),
             str(facts["world_size"]),
-            timestamp(created) if self._iso else ago(created, self._now),
+            created_text(created, self._now),
             self._size(facts["raw_bytes"]),
             self._size(facts["stored_bytes"]),
         ]
-
-    def damaged_row(self, seq: int) -> list[Cell | str]:
-        return [str(seq), "?", bad("damaged"), *("" for _ in _COLUMNS[3:])]
 
 
 def _read(run: Place) -> Clear | None:

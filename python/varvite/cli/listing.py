@@ -11,9 +11,9 @@ from varvite.cli import exits
 from varvite.cli.clear import show_clear
 from varvite.cli.opening import Place, opened, snapshot_facts
 from varvite.cli.options import bytes_option, run_argument, with_output
-from varvite.cli.output import Cell, Column, Output, bad, dim, doubtful, good
+from varvite.cli.output import Cell, Column, Output, bad, damaged_row, dim, doubtful, good
 from varvite.cli.sides import Side, pending, read_bucket, read_side, require_same
-from varvite.cli.text import ago, counted, metrics_text, printable, timestamp
+from varvite.cli.text import counted, created_text, metrics_text, printable
 from varvite.errors import EncryptionKeyError
 from varvite.records import format_bytes
 
@@ -72,7 +72,7 @@ def ls(run: Place, everything: bool, iso: bool, remote: str | None, exact_bytes:
     elif found.headers or found.damaged:
         shown = _Shown(found, iso=iso, exact_bytes=exact_bytes)
         rows = [(header["seq"], shown.row(header)) for header in listed]
-        rows += [(seq, shown.damaged_row(seq)) for seq, _ in found.damaged]
+        rows += [(seq, damaged_row(seq, len(shown.columns))) for seq, _ in found.damaged]
         output.table(shown.columns, [row for _, row in sorted(rows, key=lambda row: row[0])])
         hidden = len(found.headers) - len(listed)
         if hidden:
@@ -153,9 +153,8 @@ class _Shown:
 
     def __init__(self, found: _Found, *, iso: bool, exact_bytes: bool) -> None:
         self._found = found
-        self._iso = iso
         self._size = str if exact_bytes else format_bytes
-        self._now = time.time_ns() // 1_000_000
+        self._now = None if iso else time.time_ns() // 1_000_000
         where = () if found.there is None else (Column("where"),)
         self.columns = (*_COLUMNS[:3], *where, *_COLUMNS[3:])
 
@@ -168,7 +167,7 @@ class _Shown:
             str(header["step"]),
             f"{header['kind']}, superseded" if is_superseded else header["kind"],
             *self._where(header["seq"]),
-            timestamp(created) if self._iso else ago(created, self._now),
+            created_text(created, self._now),
             self._size(header["raw_bytes"]),
             self._size(header["stored_bytes"]),
             metrics_text(header["metrics"]),
@@ -176,9 +175,6 @@ class _Shown:
             ", ".join(self._found.tags.get(header["seq"], [])),
         ]
         return [cell if isinstance(cell, Cell) else dim(cell) for cell in cells] if is_superseded else cells
-
-    def damaged_row(self, seq: int) -> list[Cell | str]:
-        return [str(seq), "?", bad("damaged"), *("" for _ in self.columns[3:])]
 
     def _where(self, seq: int) -> list[Cell | str]:
         if self._found.there is None:

@@ -21,7 +21,7 @@ from varvite.cli.progress import Bar, terminal_bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Cell", "Column", "Output", "bad", "dim", "doubtful", "good"]
+__all__ = ["Cell", "Column", "Output", "bad", "damaged_row", "dim", "doubtful", "good"]
 
 _STYLES: Final = {"good": "green", "doubtful": "yellow", "bad": "bold red", "dim": "dim", "": ""}
 
@@ -68,6 +68,11 @@ def bad(text: str) -> Cell:
 def dim(text: str) -> Cell:
     """Marks a text as of less weight."""
     return Cell(text, "dim")
+
+
+def damaged_row(number: int, column_count: int) -> list[Cell | str]:
+    """Returns the row of a snapshot or receipt that can't be read: its number, and that it is damaged."""
+    return [str(number), "?", bad("damaged"), *("" for _ in range(column_count - 3))]
 
 
 Row = Sequence[Cell | str]

@@ -12,8 +12,8 @@ from varvite.cli import exits
 from varvite.cli.opening import Place, opened
 from varvite.cli.options import bytes_option, run_argument, with_output
 from varvite.cli.outline import plain_json
-from varvite.cli.output import Cell, Column, Output, bad, dim, doubtful, good
-from varvite.cli.text import ago, printable, timestamp
+from varvite.cli.output import Cell, Column, Output, bad, damaged_row, dim, doubtful, good
+from varvite.cli.text import created_text, printable, timestamp
 from varvite.records import format_bytes
 from varvite.state import flatten
 from varvite.training.receipts import Receipt, scan_receipts
@@ -68,7 +68,7 @@ def receipts(run: Place, newest: int | None, iso: bool, exact_bytes: bool, outpu
     elif found or damaged:
         now = time.time_ns() // 1_000_000
         rows = [(one.number, _row(one, None if iso else now, exact_bytes=exact_bytes)) for one in found]
-        rows += [(number, _damaged_row(number)) for number, _ in damaged]
+        rows += [(number, damaged_row(number, len(_COLUMNS))) for number, _ in damaged]
         output.table(_COLUMNS, [row for _, row in sorted(rows, key=lambda row: row[0])])
         _show_reason(found, output)
     else:
@@ -88,7 +88,7 @@ def _row(receipt: Receipt, now: int | None, *, exact_bytes: bool) -> list[Cell |
     verdict = receipt.verdict
     return [
         str(receipt.number),
-        timestamp(written) if now is None else ago(written, now),
+        created_text(written, now),
         receipt.verb,
         "" if receipt.seq is None else str(receipt.seq),
         "" if receipt.step is None else str(receipt.step),
@@ -110,10 +110,6 @@ def _show_reason(found: list[Receipt], output: Output) -> None:
     """Says why the last run is not known to go on as before: the first thing that a reader asks then."""
     if found and found[-1].verdict in ("discontinuous", "not evaluated") and found[-1].reason:
         output.message(f"receipt {found[-1].number}: {printable(found[-1].reason)}")
-
-
-def _damaged_row(number: int) -> list[Cell | str]:
-    return [str(number), "?", bad("damaged"), *("" for _ in range(len(_COLUMNS) - 3))]
 
 
 def _unix_milliseconds(receipt: Receipt) -> int:

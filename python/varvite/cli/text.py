@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Final
 
-__all__ = ["ago", "counted", "metrics_text", "printable", "shape_text", "timestamp"]
+__all__ = ["ago", "counted", "created_text", "metrics_text", "printable", "shape_text", "timestamp"]
 
 _AGES: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -37,6 +37,16 @@ def ago(unix_milliseconds: int, now_unix_milliseconds: int) -> str:
         if seconds >= length:
             return f"{seconds // length} {unit} ago"
     return "now"
+
+
+def created_text(created_at_unix_ms: int, now_unix_ms: int | None) -> str:
+    """Returns when something was made: how long ago that is, or exactly where `now_unix_ms` is not given.
+
+    Example:
+        >>> created_text(0, 7_200_000), created_text(0, None)
+        ('2 h ago', '1970-01-01T00:00:00Z')
+    """
+    return timestamp(created_at_unix_ms) if now_unix_ms is None else ago(created_at_unix_ms, now_unix_ms)
 
 
 def counted(count: int, noun: str) -> str:

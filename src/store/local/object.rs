@@ -11,7 +11,7 @@ use rustix::fs::Advice;
 
 use super::files::{open_regular, shown};
 use crate::error::{Error, Result};
-use crate::store::ReadAt;
+use crate::store::{ReadAt, end_of_read, past_the_end};
 
 /// An open object of a local store.
 #[derive(Debug)]
@@ -26,16 +26,6 @@ impl LocalObject {
         let (file, length_bytes) = open_regular(path, OpenOptions::new().read(true))?;
         Ok(Self { path: path.to_owned(), file, length_bytes })
     }
-
-    fn too_short(&self, offset_bytes: u64, wanted_bytes: usize, end_bytes: u64) -> Error {
-        Error::corrupt(
-            shown(&self.path),
-            offset_bytes,
-            "length",
-            format!("{wanted_bytes} bytes from there on"),
-            format!("the end of the object at byte {end_bytes}"),
-        )
-    }
 }
 
 impl ReadAt for LocalObject {
@@ -45,16 +35,12 @@ impl ReadAt for LocalObject {
 
     fn read_at(&self, offset_bytes: u64, buffer: &mut [u8]) -> Result<()> {
         let wanted_bytes = buffer.len();
-        let in_range =
-            offset_bytes.checked_add(wanted_bytes as u64).is_some_and(|end| end <= self.length_bytes);
-        if !in_range {
-            return Err(self.too_short(offset_bytes, wanted_bytes, self.length_bytes));
-        }
+        end_of_read(|| shown(&self.path), offset_bytes, wanted_bytes, self.length_bytes)?;
         match self.file.read_exact_at(buffer, offset_bytes) {
             // The file has shrunk since it was opened.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 let end_bytes = self.file.metadata().map_or(offset_bytes, |metadata| metadata.len());
-                Err(self.too_short(offset_bytes, wanted_bytes, end_bytes))
+                Err(past_the_end(shown(&self.path), offset_bytes, wanted_bytes, end_bytes))
             }
             read => read.map_err(Error::store("read", shown(&self.path))),
         }

@@ -1,7 +1,7 @@
 //! Requests to one prefix of one bucket, each sent until it is answered, and their failures by name.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use bytes::Bytes;
 use futures_util::StreamExt;
@@ -22,7 +22,7 @@ use super::failure::{Failure, Kind};
 use super::http::{MODE, Mode, seconds_for};
 use super::settings::Settings;
 use crate::error::{Error, Result};
-use crate::threads::PerProcess;
+use crate::threads::{PerProcess, Spares};
 
 /// Objects that one folder may list: a hostile bucket lists without end.
 const LISTING_LIMIT: usize = 1 << 21;
@@ -77,13 +77,25 @@ pub(super) struct Client {
     backend: PerProcess<Backend>,
     /// Reads ahead that may be under way or waiting to be taken.
     pub(super) ahead: Arc<Semaphore>,
+    /// Buffers of reads ahead, kept while an object is open.
+    buffers: Mutex<Weak<Spares<Vec<u8>>>>,
 }
 
 impl Client {
     /// Connects when first used.
     pub(super) fn new(root: String, prefix: String, settings: Settings, connect: Box<Connect>) -> Self {
         let ahead = Arc::new(Semaphore::new(settings.parallel));
-        Self { root, prefix, settings, connect, backend: PerProcess::new(), ahead }
+        Self { root, prefix, settings, connect, backend: PerProcess::new(), ahead, buffers: Mutex::default() }
+    }
+
+    /// The buffers that all open objects share.
+    pub(super) fn buffers(&self) -> Arc<Spares<Vec<u8>>> {
+        let mut shared = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.upgrade().unwrap_or_else(|| {
+            let fresh = Arc::default();
+            *shared = Arc::downgrade(&fresh);
+            fresh
+        })
     }
 
     pub(super) fn backend(&self) -> Result<Arc<Backend>> {
@@ -145,8 +157,7 @@ impl Client {
     /// What lies under a key, without its bytes; `None` where nothing does.
     pub(super) fn head(&self, operation: &'static str, key: &Key) -> Result<Option<ObjectMeta>> {
         let path = self.key_path(key)?;
-        let options = || GetOptions { head: true, ..GetOptions::default() };
-        let sent = self.send(async |backend| Ok(backend.objects.get_opts(&path, options()).await?.meta))?;
+        let sent = self.send(async |backend| meta(backend, &path).await)?;
         match sent {
             Ok(meta) => Ok(Some(meta)),
             Err(failure) if failure.kind == Kind::Missing => Ok(None),
@@ -185,10 +196,7 @@ impl Client {
     /// Looks whether the condition of a put holds, for a server that would not. What can't be looked at is left
     /// to the put itself, which fails for the same cause.
     async fn holds(&self, backend: &Backend, path: &Path, mode: &Put) -> bool {
-        let present = self.attempt(backend, async |backend| {
-            let options = GetOptions { head: true, ..GetOptions::default() };
-            Ok(backend.objects.get_opts(path, options).await?.meta)
-        });
+        let present = self.attempt(backend, async |backend| meta(backend, path).await);
         match (mode, present.await) {
             (Put::Create, Ok(_)) => false,
             (Put::Update(expected), Ok(meta)) => {
@@ -379,7 +387,7 @@ impl Client {
         Ok(present)
     }
 
-    /// The path, mode and parts of `object_store` for a mode of the crate.
+    /// The mode of `object_store` for one of the crate.
     pub(super) fn put_mode(mode: PutMode) -> Put {
         match mode {
             PutMode::IfAbsent => Put::Create,
@@ -392,6 +400,12 @@ impl fmt::Debug for Client {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Client({})", self.root)
     }
+}
+
+/// Asks once what lies under a path, without its bytes.
+async fn meta(backend: &Backend, path: &Path) -> object_store::Result<ObjectMeta> {
+    let options = GetOptions { head: true, ..GetOptions::default() };
+    Ok(backend.objects.get_opts(path, options).await?.meta)
 }
 
 /// How many objects a folder has, up to the limit, and the rows of those that are ours.

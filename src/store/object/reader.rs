@@ -10,11 +10,12 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 
 use super::super::remote::Version;
-use super::super::{Folder, Key, ReadAt};
+use super::super::{Folder, Key, ReadAt, end_of_read};
 use super::attempt::runtime;
 use super::client::{Backend, Client, Outcome, cut_short, streamed, version};
 use super::failure::{Failure, Kind};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::threads::Spares;
 
 /// Objects up to this length come whole with the request that opens them.
 const SMALL_BYTES: u64 = 64 << 10;
@@ -25,6 +26,7 @@ pub(super) struct BucketObject {
     /// Its first bytes, where opening brought them.
     start: Vec<u8>,
     ahead: Mutex<Vec<Ahead>>,
+    buffers: Arc<Spares<Vec<u8>>>,
 }
 
 /// One version of an object.
@@ -79,7 +81,7 @@ impl BucketObject {
             length_bytes: meta.size,
             version: version(&meta),
         };
-        Ok(Self { of: Arc::new(of), start, ahead: Mutex::default() })
+        Ok(Self { of: Arc::new(of), start, ahead: Mutex::default(), buffers: client.buffers() })
     }
 
     /// `None` where the object has no first byte, or there is none.
@@ -110,29 +112,29 @@ impl BucketObject {
         self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the read ahead that covers a range, if there is one.
-    fn take_ahead(&self, range: &Range<u64>) -> Option<Ahead> {
-        let mut ahead = self.lock_ahead();
-        let covers = |one: &Ahead| one.range.start <= range.start && range.end <= one.range.end;
-        let index = ahead.iter().position(covers)?;
-        Some(ahead.swap_remove(index))
-    }
-
-    /// Fills `buffer` from a read ahead; `false` where that has failed.
-    fn read_ahead(&self, one: Ahead, range: &Range<u64>, buffer: &mut [u8]) -> Result<bool> {
-        let bytes = match one.state {
-            State::Here(bytes) => bytes,
-            State::Coming(mut coming) => match runtime()?.block_on(&mut coming.0) {
+    /// Takes a read ahead whose range is right, and waits for its bytes; `None` where there is none, or it has failed.
+    fn take_ahead(&self, is_right: impl Fn(&Range<u64>) -> bool) -> Result<Option<(Ahead, Vec<u8>)>> {
+        let found = {
+            let mut ahead = self.lock_ahead();
+            let index = ahead.iter().position(|one| is_right(&one.range));
+            index.map(|index| ahead.swap_remove(index))
+        };
+        let Some(mut one) = found else { return Ok(None) };
+        let bytes = match &mut one.state {
+            State::Here(bytes) => std::mem::take(bytes),
+            State::Coming(coming) => match runtime()?.block_on(&mut coming.0) {
                 Ok(Ok(bytes)) => bytes,
-                _ => return Ok(false),
+                _ => return Ok(None),
             },
         };
-        let start = (range.start - one.range.start) as usize;
-        buffer.copy_from_slice(&bytes[start..start + buffer.len()]);
-        if range.end < one.range.end {
-            self.lock_ahead().push(Ahead { state: State::Here(bytes), ..one });
-        }
-        Ok(true)
+        Ok(Some((one, bytes)))
+    }
+
+    /// Reads what no read ahead brings.
+    fn fetch(&self, range: Range<u64>, buffer: &mut [u8]) -> Result<()> {
+        let backend = self.of.client.backend()?;
+        let read = runtime()?.block_on(self.of.fetch(&backend, range, buffer));
+        read.map_err(|failure| failure.error("read", self.of.name()))
     }
 }
 
@@ -195,16 +197,7 @@ impl ReadAt for BucketObject {
     }
 
     fn read_at(&self, offset_bytes: u64, buffer: &mut [u8]) -> Result<()> {
-        let end = offset_bytes.checked_add(buffer.len() as u64).filter(|end| *end <= self.of.length_bytes);
-        let Some(end) = end else {
-            return Err(Error::corrupt(
-                self.of.name(),
-                offset_bytes,
-                "length",
-                format!("{} bytes from there on", buffer.len()),
-                format!("the end of the object at byte {}", self.of.length_bytes),
-            ));
-        };
+        let end = end_of_read(|| self.of.name(), offset_bytes, buffer.len(), self.of.length_bytes)?;
         if buffer.is_empty() {
             return Ok(());
         }
@@ -213,14 +206,22 @@ impl ReadAt for BucketObject {
             return Ok(());
         }
         let range = offset_bytes..end;
-        if let Some(one) = self.take_ahead(&range)
-            && self.read_ahead(one, &range, buffer)?
-        {
-            return Ok(());
+        let found = self.take_ahead(|ahead| ahead.start <= range.start && range.end <= ahead.end)?;
+        let Some((one, bytes)) = found else { return self.fetch(range, buffer) };
+        let start = (range.start - one.range.start) as usize;
+        buffer.copy_from_slice(&bytes[start..start + buffer.len()]);
+        if range.end < one.range.end {
+            self.lock_ahead().push(Ahead { state: State::Here(bytes), ..one });
+        } else {
+            self.buffers.give_back(bytes);
         }
-        let backend = self.of.client.backend()?;
-        let read = runtime()?.block_on(self.of.fetch(&backend, range, buffer));
-        read.map_err(|failure| failure.error("read", self.of.name()))
+        Ok(())
+    }
+
+    fn exchange(&self, range: Range<u64>, buffer: &mut Vec<u8>) -> Result<bool> {
+        let Some((_, bytes)) = self.take_ahead(|ahead| *ahead == range)? else { return Ok(false) };
+        self.buffers.give_back(std::mem::replace(buffer, bytes));
+        Ok(true)
     }
 
     fn will_read(&self, range: Range<u64>) {
@@ -239,8 +240,9 @@ impl ReadAt for BucketObject {
         let (Ok(runtime), Ok(backend)) = (runtime(), client.backend()) else { return };
         let range = range.start..end;
         let (of, wanted) = (Arc::clone(&self.of), range.clone());
+        let mut bytes = self.buffers.take();
         let coming = runtime.spawn(async move {
-            let mut bytes = vec![0; length_bytes as usize];
+            bytes.resize(length_bytes as usize, 0);
             of.fetch(&backend, wanted, &mut bytes).await.map(|()| bytes)
         });
         self.lock_ahead().push(Ahead { range, state: State::Coming(Task(coming)), _permit: permit });

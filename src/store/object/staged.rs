@@ -75,9 +75,7 @@ impl BucketStagedWrite {
     /// Waits for one part.
     fn land(&mut self) -> Result<()> {
         let Some(landed) = runtime()?.block_on(self.under_way.join_next()) else { return Ok(()) };
-        let (index, outcome) = landed.map_err(|error| Error::Internal { what: error.to_string() })?;
-        let name = || self.client.name(&self.key);
-        let answer = outcome.map_err(|failure| failure.error("send a part of", name()))?;
+        let (index, answer) = self.client.arrived(&self.key, landed)?;
         if let Some(upload) = &mut self.upload {
             upload.parts[index] = Some(answer);
         }

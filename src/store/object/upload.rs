@@ -160,6 +160,13 @@ impl Client {
         Ok(Some(version(&meta)))
     }
 
+    /// Number of a part, and what the server answered, where it has arrived.
+    pub(super) fn arrived(&self, key: &Key, landed: Landed) -> Result<(usize, String)> {
+        let (index, outcome) = landed.map_err(|error| Error::Internal { what: error.to_string() })?;
+        let answer = outcome.map_err(|failure| failure.error("send a part of", self.name(key)))?;
+        Ok((index, answer))
+    }
+
     /// Throws away what was sent.
     pub(super) fn abort_upload(&self, key: &Key, id: &str) -> Result<()> {
         if id.is_empty() {
@@ -174,6 +181,9 @@ impl Client {
         }
     }
 }
+
+/// A part whose task has ended, and what the server answered.
+pub(super) type Landed = std::result::Result<(usize, Outcome<String>), tokio::task::JoinError>;
 
 /// One run of [`Client::send_parts`].
 struct Sender<'a> {
@@ -252,14 +262,8 @@ impl<'a> Sender<'a> {
     }
 
     /// Notes a part that has arrived.
-    fn land(
-        &mut self,
-        landed: std::result::Result<(usize, Outcome<String>), tokio::task::JoinError>,
-        sent: &mut dyn FnMut(&Upload) -> Result<()>,
-    ) -> Result<()> {
-        let (index, outcome) = landed.map_err(|error| Error::Internal { what: error.to_string() })?;
-        let name = || self.client.name(self.key);
-        let answer = outcome.map_err(|failure| failure.error("send a part of", name()))?;
+    fn land(&mut self, landed: Landed, sent: &mut dyn FnMut(&Upload) -> Result<()>) -> Result<()> {
+        let (index, answer) = self.client.arrived(self.key, landed)?;
         self.upload.parts[index] = Some(answer);
         // What is told may make requests of its own, as the renewal of a lease, and waits for their answers.
         tokio::task::block_in_place(|| sent(self.upload))
