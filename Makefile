@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CARGO := cargo
 
-.PHONY: help demo test check test-rust build build-for-tests test-python stubs sdist bench compare clean
+.PHONY: help demo test check test-rust build build-for-tests test-python test-python-alone test-python-buckets stubs sdist bench compare clean
 
 help: ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,8 +35,14 @@ stubs: build-for-tests ## The stub against the built module, types of the Python
 	$(BIN)/python -m mypy.stubtest varvite._native --allowlist tests/python/stubtest_allowlist.txt --ignore-unused-allowlist
 	$(BIN)/mypy
 
-test-python: build-for-tests ## The Python layer, its docstrings and the documents' examples
-	$(BIN)/pytest
+test-python: build-for-tests ## The Python layer, its docstrings and the documents' examples, and beside them the buckets
+	$(MAKE) --jobs=2 --output-sync=target test-python-alone test-python-buckets
+
+test-python-alone:
+	$(BIN)/pytest --ignore=tests/python/buckets
+
+test-python-buckets: # most of their time they wait: for servers, and for what is to be late
+	$(BIN)/pytest tests/python/buckets
 
 sdist: $(VENV)/.tools ## The source distribution, built and used in an empty environment
 	rm -rf target/sdist && mkdir -p target/sdist

@@ -297,7 +297,7 @@ def test_a_load_meets_a_fault_once(full, fault, load):
 @pytest.mark.parametrize("fault", [faults.SLOW_DOWN, faults.HalfReply()], ids=lambda one: one.name)
 def test_a_load_meets_a_fault_for_ever(full, fault, load):
     outcomes = set()
-    for number in itertools.count(1, 1 if EVERYTHING else 4):
+    for number in itertools.count(1, 1 if EVERYTHING else 10):
         assert number < REQUESTS, "the load never ends"
         full.set()
         folder = full.work / "fresh"
