@@ -11,6 +11,7 @@ use std::net::TcpListener;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use common::http_server::{Reply, Server, TAG, answer, object, object_headers, range, refusal};
 use common::{key, pack, pattern};
@@ -112,6 +113,17 @@ fn attempts_end_and_say_so() {
     assert_eq!(kind, ErrorKind::ResourceBusy);
     assert!(text.contains("503 SlowDown") && text.contains("attempts in"), "{text}");
     assert!((2..=5).contains(&server.requests().len()));
+}
+
+#[test]
+fn a_deletion_is_not_sent_again_when_its_time_is_over() {
+    let server = Server::start(move |_, _| refusal(503, "SlowDown"));
+    let store = open(&server, &[PATIENT]);
+    let doomed = ["a".to_owned()];
+    let error = store.delete_within(Folder::Packs, &doomed, Duration::from_millis(350)).unwrap_err();
+    assert_eq!(kind_and_text(&error).0, ErrorKind::ResourceBusy);
+    // After 0.05 to 0.1, 0.1 to 0.2 and 0.2 to 0.4 seconds; the last one would be too late, or is just in time.
+    assert!((2..=4).contains(&server.requests().len()), "{:?}", server.requests());
 }
 
 #[test]

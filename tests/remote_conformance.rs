@@ -8,6 +8,7 @@ mod common;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use common::{get, key, names, pack, pattern, put};
 use varvite::error::{Error, Result};
@@ -52,6 +53,8 @@ conformance! {
     completing_twice_is_no_error
     an_aborted_upload_leaves_nothing
     an_upload_that_the_store_has_forgotten_is_not_found
+    an_upload_of_one_part_that_has_gone_is_not_found
+    a_deletion_in_time_forgives_absent_names
     an_upload_of_another_object_is_refused
     progress_is_told
     a_handle_gives_no_bytes_of_another_object
@@ -283,6 +286,25 @@ fn an_upload_that_the_store_has_forgotten_is_not_found(store: &BucketStore) {
     upload.parts.fill(Some("\"0123456789abcdef0123456789abcdef\"".to_owned()));
     let error = store.complete_upload(&pack("a"), &upload).unwrap_err();
     assert!(error.is_not_found(), "{}", error.chain());
+}
+
+fn an_upload_of_one_part_that_has_gone_is_not_found(store: &BucketStore) {
+    let bytes = pattern(1, 1_000);
+    let mut upload = store.begin_upload(&pack("a"), 1_000).unwrap();
+    send(store, &pack("a"), &bytes, &mut upload, &mut |_| Ok(())).unwrap();
+    // Once more, after a crash: nothing is to be sent.
+    send(store, &pack("a"), &bytes, &mut upload, &mut |_| Ok(())).unwrap();
+    store.delete(Folder::Packs, &["a".to_owned()]).unwrap();
+    let error = send(store, &pack("a"), &bytes, &mut upload, &mut |_| Ok(())).unwrap_err();
+    assert!(error.is_not_found(), "{}", error.chain());
+}
+
+fn a_deletion_in_time_forgives_absent_names(store: &BucketStore) {
+    put(store, &pack("a"), b"1");
+    put(store, &pack("b"), b"2");
+    let doomed = ["a".to_owned(), "absent".to_owned()];
+    store.delete_within(Folder::Packs, &doomed, Duration::from_secs(30)).unwrap();
+    assert_eq!(names(store, Folder::Packs), ["b"]);
 }
 
 fn an_upload_of_another_object_is_refused(store: &BucketStore) {

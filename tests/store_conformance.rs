@@ -10,6 +10,7 @@ mod common;
 use std::sync::{Arc, Barrier};
 use std::thread;
 
+use common::memory_remote::MemoryRemote;
 use common::sim_store::SimStore;
 use common::{get, key, names, pack, pattern, publish, put};
 use tempfile::TempDir;
@@ -18,6 +19,7 @@ use varvite::format::encrypted;
 use varvite::store::local::{LocalOptions, LocalStore};
 use varvite::store::memory::MemoryStore;
 use varvite::store::{Folder, Key, PutMode, ReadAt, Store};
+use varvite::sync::{SyncOptions, TierAccess, TieredStore};
 
 /// Longer than the blocks in which the local store writes: three of them and one byte.
 const LARGE_BYTES: usize = 3 * (4 << 20) + 1;
@@ -32,6 +34,15 @@ fn fixture(store: impl Store + 'static, folder: Option<TempDir>) -> Fixture {
     let store: Arc<dyn Store> = Arc::new(store);
     store.create_folders().unwrap();
     Fixture { store, _folder: folder }
+}
+
+/// A folder with a bucket behind it, both in memory; it holds the lease once it was locked.
+fn tiered_fixture() -> Fixture {
+    let remote = Arc::new(MemoryRemote::new());
+    let options = SyncOptions::default();
+    let store = TieredStore::open(Arc::new(MemoryStore::new()), remote, TierAccess::Write, options).unwrap();
+    store.create_folders().unwrap();
+    Fixture { store, _folder: None }
 }
 
 fn local_fixture(sync: bool) -> Fixture {
@@ -90,6 +101,11 @@ macro_rules! local_stores {
         #[test]
         fn simulated() {
             super::$promise(&fixture(SimStore::new(), None).store);
+        }
+
+        #[test]
+        fn tiered() {
+            super::$promise(&tiered_fixture().store);
         }
 
         #[cfg(feature = "encryption")]

@@ -27,6 +27,7 @@ __all__ = [
     "Walk",
     "Watchdog",
     "__version__",
+    "connection",
     "describe_dense",
     "plan_writers",
     "probe",
@@ -35,6 +36,17 @@ __all__ = [
 ]
 
 __version__: str
+
+def connection(remote: str, credentials: Callable[[], Mapping[str, Any]] | None) -> dict[str, str | None]:
+    """What a connection to a bucket goes by; sends nothing.
+
+    Returns:
+        `endpoint`, `region`, `credentials` (where they come from) and `certificates` (a file). What is
+        `None` was not named, and is the provider's own.
+
+    Raises:
+        InvalidInputError: The options mean nothing.
+    """
 
 def describe_dense(value: Any) -> tuple[str, list[int], int] | None:
     """Dtype, shape and address of the first element of a plain tensor, dense and row-major in CPU memory.

@@ -45,8 +45,8 @@ pub struct Pushed {
 pub struct Removals {
     /// Address of the bucket that this is about.
     pub remote: String,
-    /// Epoch of the lease that these keys follow; 0 for none.
-    pub epoch: u64,
+    /// Nonce of the lease since which nobody has written to the bucket but this folder; empty before the first.
+    pub since_nonce: String,
     /// Nonces of leases that this folder has taken, or was about to take: the last ones, oldest first.
     pub takings: Vec<String>,
     /// The keys.
@@ -102,7 +102,7 @@ struct JournalFields {
 struct RemovalFields {
     #[serde(flatten)]
     preamble: Preamble,
-    epoch: u64,
+    since_nonce: String,
     takings: Vec<String>,
     keys: BTreeSet<String>,
 }
@@ -159,7 +159,7 @@ impl Removals {
     pub fn encode(&self) -> Result<Vec<u8>> {
         seal(&RemovalFields {
             preamble: Preamble::new(REMOVALS_MAGIC, &self.remote),
-            epoch: self.epoch,
+            since_nonce: self.since_nonce.clone(),
             takings: self.takings.clone(),
             keys: self.keys.clone(),
         })
@@ -171,8 +171,8 @@ impl Removals {
     /// [`Error::Corrupt`] for damage; [`Error::Unsupported`] where a newer version must read it.
     pub fn decode(object: &str, bytes: &[u8]) -> Result<Self> {
         let fields: RemovalFields = open(object, bytes, REMOVALS_MAGIC)?;
-        let RemovalFields { preamble, epoch, takings, keys } = fields;
-        Ok(Self { remote: preamble.remote, epoch, takings, keys })
+        let RemovalFields { preamble, since_nonce, takings, keys } = fields;
+        Ok(Self { remote: preamble.remote, since_nonce, takings, keys })
     }
 }
 
@@ -265,7 +265,7 @@ mod tests {
     fn removals_round_trip() {
         let keys = BTreeSet::from(["packs/x".to_owned(), "snapshots/1.json".to_owned()]);
         let takings = vec!["00112233445566778899aabbccddeeff".to_owned()];
-        let removals = Removals { remote: REMOTE.to_owned(), epoch: 3, takings, keys };
+        let removals = Removals { remote: REMOTE.to_owned(), since_nonce: "ab".repeat(16), takings, keys };
         assert_eq!(Removals::decode("sync/removals.json", &removals.encode().unwrap()).unwrap(), removals);
     }
 

@@ -18,10 +18,10 @@ const MAGIC: &str = "varvite-lease";
 pub struct Lease {
     /// Grows by one with each writer that takes the bucket.
     pub epoch: u64,
-    /// First epoch since which each holder has gone on from the folder of the one before.
-    pub since_epoch: u64,
     /// Tells this taking of the lease from all others: 32 hex digits.
     pub nonce: String,
+    /// Nonce of the first taking since which each holder has gone on from the folder of the one before.
+    pub since_nonce: String,
     /// Grows by one with each renewal, so that no two renewals have the same bytes.
     pub renewal: u64,
     /// Milliseconds without a renewal after which another writer may take it.
@@ -46,8 +46,8 @@ struct Fields {
     format_version: u32,
     reader_flags: u64,
     epoch: u64,
-    since_epoch: u64,
     nonce: String,
+    since_nonce: String,
     renewal: u64,
     milliseconds: u64,
     released: bool,
@@ -70,8 +70,8 @@ impl Lease {
             format_version: FORMAT_VERSION,
             reader_flags: 0,
             epoch: self.epoch,
-            since_epoch: self.since_epoch,
             nonce: self.nonce.clone(),
+            since_nonce: self.since_nonce.clone(),
             renewal: self.renewal,
             milliseconds: self.milliseconds,
             released: self.released,
@@ -94,8 +94,8 @@ impl Lease {
             sealed_line::open_object(place, bytes, SMALL_OBJECT_LIMIT_BYTES, (MAGIC, "lease"))?;
         let lease = Self {
             epoch: fields.epoch,
-            since_epoch: fields.since_epoch,
             nonce: fields.nonce,
+            since_nonce: fields.since_nonce,
             renewal: fields.renewal,
             milliseconds: fields.milliseconds,
             released: fields.released,
@@ -113,12 +113,10 @@ impl Lease {
         if self.epoch == 0 {
             return Err(place.corrupt("epoch", "at least 1", self.epoch));
         }
-        if !(1..=self.epoch).contains(&self.since_epoch) {
-            let expected = format!("1 to {}", self.epoch);
-            return Err(place.corrupt("since_epoch", expected, self.since_epoch));
-        }
-        if !is_id(&self.nonce) {
-            return Err(place.corrupt("nonce", "32 lower-case hex digits", self.nonce.escape_debug()));
+        for (what, nonce) in [("nonce", &self.nonce), ("since_nonce", &self.since_nonce)] {
+            if !is_id(nonce) {
+                return Err(place.corrupt(what, "32 lower-case hex digits", nonce.escape_debug()));
+            }
         }
         if !(1..=LEASE_MILLISECONDS_LIMIT).contains(&self.milliseconds) {
             let expected = format!("1 to {LEASE_MILLISECONDS_LIMIT}");
@@ -142,8 +140,8 @@ mod tests {
     fn sample() -> Lease {
         Lease {
             epoch: 3,
-            since_epoch: 2,
             nonce: "00112233445566778899aabbccddeeff".to_owned(),
+            since_nonce: "ffeeddccbbaa99887766554433221100".to_owned(),
             renewal: 7,
             milliseconds: 30_000,
             released: false,
@@ -171,8 +169,7 @@ mod tests {
     #[test]
     fn what_no_reader_takes_is_not_written() {
         assert_eq!(refused(&Lease { epoch: 0, ..sample() }), "epoch");
-        assert_eq!(refused(&Lease { since_epoch: 0, ..sample() }), "since_epoch");
-        assert_eq!(refused(&Lease { since_epoch: 4, ..sample() }), "since_epoch");
+        assert_eq!(refused(&Lease { since_nonce: String::new(), ..sample() }), "since_nonce");
         assert_eq!(refused(&Lease { nonce: "x".repeat(32), ..sample() }), "nonce");
         assert_eq!(refused(&Lease { milliseconds: 0, ..sample() }), "milliseconds");
         assert_eq!(refused(&Lease { milliseconds: 86_400_001, ..sample() }), "milliseconds");

@@ -33,6 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(tensors::describe_dense, module)?)?;
     module.add_function(wrap_pyfunction!(session::plan_writers, module)?)?;
     module.add_function(wrap_pyfunction!(remote::pull_snapshots, module)?)?;
+    module.add_function(wrap_pyfunction!(remote::connection_of, module)?)?;
     module.add_function(wrap_pyfunction!(remote::probe_bucket, module)?)?;
     module.add_function(wrap_pyfunction!(remote::read_clear, module)?)?;
     module.add_class::<buffer::MappedPack>()?;

@@ -12,14 +12,17 @@ use serde::Deserialize;
 
 use crate::crypt::MasterKey;
 use crate::error::{Error, Result};
-use crate::repository::{Access, Clear};
+use crate::repository::{Access, Clear, holder};
 use crate::store::local::{LocalOptions, LocalStore};
-use crate::store::object::{BucketOptions, BucketStore, CredentialSource, Credentials, PROBE_START, Secret};
+use crate::store::object::{
+    BucketOptions, BucketStore, Connection, CredentialSource, Credentials, PROBE_START, Secret,
+};
 use crate::store::remote::{RemoteStore, Transfer};
 use crate::store::{Folder, Key, PutMode, Store};
 use crate::sync::{SyncOptions, TierAccess, TieredStore, pull};
 
 use super::convert;
+use super::error::raise;
 use super::wait::interruptible;
 
 /// What `varvite.buckets.read_remote` makes of a bucket.
@@ -160,12 +163,14 @@ pub(super) fn pull_snapshots<'py>(
         });
         let report = interruptible(py, &cancelled, || {
             let master = key.map(MasterKey::new).transpose()?;
-            let bucket = Remote::read(remote, credentials)?.open()?;
+            let remote = Remote::read(remote, credentials)?;
+            let limit_bytes_per_second = remote.sync.limit_bytes_per_second;
+            let bucket = remote.open()?;
             let local: Arc<dyn Store> = Arc::new(LocalStore::open(&folder, LocalOptions::default())?);
             local.create_folders()?;
-            let _lock = local.lock("varvite pull")?;
+            let _lock = local.lock(&holder())?;
             let transfer =
-                Transfer { cancelled: &cancelled, moved_bytes: &moved_bytes, limit_bytes_per_second: None };
+                Transfer { cancelled: &cancelled, moved_bytes: &moved_bytes, limit_bytes_per_second };
             pull(bucket.as_ref(), &local, &seqs, master.as_ref(), transfer)
         });
         ended.store(true, Ordering::Relaxed);
@@ -208,6 +213,25 @@ fn tell(function: &Py<PyAny>, moved_bytes: &AtomicU64, ended: &AtomicBool) -> Py
     }
 }
 
+/// What a connection to a bucket goes by; sends nothing.
+#[pyfunction]
+#[pyo3(name = "connection", signature = (remote, credentials))]
+pub(super) fn connection_of<'py>(
+    py: Python<'py>,
+    remote: &str,
+    credentials: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let opened = Remote::read(remote, credentials).and_then(Remote::open);
+    let Connection { endpoint, region, credentials, certificates } =
+        opened.map_err(|error| raise(py, &error))?.connection().clone();
+    let dict = PyDict::new(py);
+    dict.set_item("endpoint", endpoint)?;
+    dict.set_item("region", region)?;
+    dict.set_item("credentials", credentials)?;
+    dict.set_item("certificates", certificates)?;
+    Ok(dict)
+}
+
 /// What a bucket was seen to do, and how fast it is; it needs to hold no repository.
 #[pyfunction]
 #[pyo3(name = "probe", signature = (remote, credentials))]
@@ -225,7 +249,6 @@ pub(super) fn probe_bucket<'py>(
     let dict = PyDict::new(py);
     dict.set_item("put_if_absent", found.put_if_absent)?;
     dict.set_item("swap", found.swap)?;
-    dict.set_item("lists_at_once", true)?;
     dict.set_item("measured_bytes", MEASURED_BYTES)?;
     dict.set_item("request_seconds", rates.request)?;
     dict.set_item("put_bytes_per_second", f64::from(MEASURED_BYTES) / rates.put)?;

@@ -3,7 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Who holds the lock, for the one who finds it held.
-pub(super) fn holder() -> String {
+pub(crate) fn holder() -> String {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     format!("process {} on {host} since {} (unix milliseconds)", std::process::id(), now_unix_ms())
 }

@@ -44,7 +44,8 @@ pub use save::{SaveReport, SaveRequest};
 pub use session::{PackFigures, SaveSession};
 pub use snapshot::Snapshot;
 
-use chance::{holder, random_u128};
+pub(crate) use chance::holder;
+use chance::random_u128;
 use foundation::PartBase;
 use header::{check_seq, read_header};
 use merging::Merging;

@@ -4,6 +4,7 @@
 //! Every verb blocks its caller, and none is called by a save that somebody waits for.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -71,6 +72,10 @@ pub trait RemoteStore: Store {
     /// # Errors
     /// [`crate::Error::Conflict`] where it has another version by now.
     fn swap(&self, key: &Key, bytes: &[u8], expected: Option<&Version>) -> Result<Version>;
+
+    /// Deletes objects of one folder; absent ones are no error. Begins no request after `time`: by then somebody else
+    /// may rely on them.
+    fn delete_within(&self, folder: Folder, names: &[String], time: Duration) -> Result<()>;
 
     /// Refuses a store that does not keep these promises. Asked by who is going to write where nobody has before.
     ///

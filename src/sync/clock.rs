@@ -1,7 +1,13 @@
 //! Time that passes: never a date, and never compared across machines.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// How soon a cancel is heeded.
+const CANCEL_POLL: Duration = Duration::from_millis(100);
 
 /// A clock that only goes forward.
 pub trait Clock: Send + Sync + fmt::Debug {
@@ -29,6 +35,24 @@ impl Clock for SystemClock {
 
     fn sleep(&self, time: Duration) {
         std::thread::sleep(time);
+    }
+}
+
+/// Waits so long.
+///
+/// # Errors
+/// [`Error::Interrupted`] soon after a cancel.
+pub(super) fn wait(clock: &dyn Clock, time: Duration, cancelled: &AtomicBool) -> Result<()> {
+    let end = clock.now() + time;
+    loop {
+        if cancelled.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        let left = end.saturating_sub(clock.now());
+        if left.is_zero() {
+            return Ok(());
+        }
+        clock.sleep(left.min(CANCEL_POLL));
     }
 }
 

@@ -5,7 +5,6 @@
 //! renewal, and renews before it publishes anything that counts.
 
 use std::collections::HashSet;
-use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -18,14 +17,11 @@ use crate::process::ProcessIdentity;
 use crate::store::remote::{RemoteStore, Version};
 use crate::store::{Folder, Key};
 
-use super::clock::Clock;
+use super::clock::{Clock, wait};
 use super::notes::Notes;
 
 /// Writers that took the lease in between, one after the other, before a third one gives up.
-const RACE_LIMIT: usize = 16;
-
-/// How soon a cancel is heeded.
-const CANCEL_POLL: Duration = Duration::from_millis(100);
+pub(super) const RACE_LIMIT: usize = 16;
 
 /// What is known of the lease of a bucket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -128,7 +124,10 @@ impl LeaseKeeper {
                     continue;
                 }
                 Look::Waiting(left) => {
-                    self.wait(left.min(poll), cancelled)?;
+                    if let Err(error) = wait(self.clock.as_ref(), left.min(poll), cancelled) {
+                        self.close();
+                        return Err(error);
+                    }
                     continue;
                 }
                 Look::Raced => "several writers at once".to_owned(),
@@ -136,21 +135,6 @@ impl LeaseKeeper {
             };
             self.close();
             return Err(Error::Locked { root: self.remote.root(), holder });
-        }
-    }
-
-    fn wait(&self, time: Duration, cancelled: &AtomicBool) -> Result<()> {
-        let end = self.clock.now() + time;
-        loop {
-            if cancelled.load(Ordering::Relaxed) {
-                self.close();
-                return Err(Error::Interrupted);
-            }
-            let left = end.saturating_sub(self.clock.now());
-            if left.is_zero() {
-                return Ok(());
-            }
-            self.clock.sleep(left.min(CANCEL_POLL));
         }
     }
 
@@ -208,11 +192,12 @@ impl LeaseKeeper {
     ) -> Result<Look> {
         let epoch = before.map_or(1, |lease| lease.epoch.saturating_add(1));
         let is_next = |lease: &&Lease| self.notes.has_claimed(&lease.nonce);
-        let since_epoch = before.filter(is_next).map_or(epoch, |lease| lease.since_epoch);
+        let since_nonce =
+            before.filter(is_next).map_or_else(|| own.nonce.clone(), |lease| lease.since_nonce.clone());
         // IMPORTANT: before the request. Whatever becomes of this process and of the answer, the folder knows the lease
         // for its own then.
         self.notes.claim(&own.nonce)?;
-        let lease = Lease { epoch, since_epoch, ..own };
+        let lease = Lease { epoch, since_nonce, ..own };
         match self.remote.swap(&self.key, &lease.encode()?, expected) {
             Ok(version) => {
                 *self.standing() = Standing::Held(Held { lease, version, confirmed: now });
@@ -224,9 +209,10 @@ impl LeaseKeeper {
         }
     }
 
-    /// Renews a lease that is held; does nothing where none is.
+    /// Renews a lease that is held; does nothing where none was taken.
     ///
     /// # Errors
+    /// [`Error::Interrupted`] where it was let go of;
     /// [`Error::Conflict`] where another writer has it by now, for good; [`Error::Store`] where the bucket can't
     /// be reached: whether it is still ours is not known then.
     pub(super) fn renew(&self) -> Result<()> {
@@ -234,7 +220,9 @@ impl LeaseKeeper {
         let mut held = match self.standing().clone() {
             Standing::Held(held) => held,
             lost @ Standing::Lost { .. } => return Err(lost.conflict()),
-            _ => return Ok(()),
+            // Whoever pushes still has not heard of it.
+            Standing::Closed => return Err(Error::Interrupted),
+            Standing::Unasked | Standing::Wanted { .. } => return Ok(()),
         };
         for _ in 0..RACE_LIMIT {
             let now = self.clock.now();
@@ -322,11 +310,20 @@ impl LeaseKeeper {
         }
     }
 
-    /// Epochs since a writer with another folder held the lease, up to the own one; `None` where it is not held.
-    pub(super) fn epochs(&self) -> Option<RangeInclusive<u64>> {
+    /// Nonce of the lease since which nobody has held one but this folder; `None` where it holds none.
+    pub(super) fn since_nonce(&self) -> Option<String> {
         match &*self.standing() {
-            Standing::Held(held) => Some(held.lease.since_epoch..=held.lease.epoch),
+            Standing::Held(held) => Some(held.lease.since_nonce.clone()),
             _ => None,
+        }
+    }
+
+    /// Time for which nobody can have taken over a lease that is held; none where it is not.
+    pub(super) fn sure_time(&self) -> Duration {
+        let whole = Duration::from_millis(self.milliseconds);
+        match &*self.standing() {
+            Standing::Held(held) => whole.saturating_sub(self.clock.now().saturating_sub(held.confirmed)),
+            _ => Duration::ZERO,
         }
     }
 
@@ -425,7 +422,7 @@ impl LeaseKeeper {
         };
         Lease {
             epoch: 1,
-            since_epoch: 1,
+            since_nonce: nonce.clone(),
             nonce,
             renewal: 0,
             milliseconds: self.milliseconds,

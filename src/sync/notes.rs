@@ -2,17 +2,14 @@
 //! are under way. Losing it costs requests, never a snapshot.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::format::journal::{Journal, Pushed, Removals, UploadNote};
-use crate::format::limits::JOURNAL_LIMIT_BYTES;
+use crate::format::limits::{JOURNAL_LIMIT_BYTES, SMALL_OBJECT_LIMIT_BYTES};
 use crate::format::names;
 use crate::store::{Folder, Key, PutMode, Store};
 
-/// Bytes of a tag's removal note; they have no meaning.
-const UNTAG_CONTENT: &[u8] = b"removed\n";
 /// Takings of the lease that are remembered: so many in a row may die before they have seen the bucket.
 const TAKING_LIMIT: usize = 64;
 
@@ -29,12 +26,19 @@ struct Memory {
     repository_id: String,
     pushed: BTreeMap<Key, Pushed>,
     is_journal_stale: bool,
-    removals: BTreeSet<Key>,
-    /// Epoch of the lease that the removals follow.
-    epoch: u64,
+    removed: Removed,
+    uploads: BTreeMap<String, UploadNote>,
+}
+
+/// What `removals.json` says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Removed {
+    /// Nonce of the lease since which nobody has written to the bucket but this folder.
+    since_nonce: String,
     /// Nonces of leases that this folder has taken, or was about to take, oldest first.
     takings: Vec<String>,
-    uploads: BTreeMap<String, UploadNote>,
+    /// What was deleted here and may still lie in the bucket.
+    keys: BTreeSet<Key>,
 }
 
 impl Notes {
@@ -56,8 +60,8 @@ impl Notes {
         }
         let removals = self.read(names::REMOVALS_NAME, Removals::decode, &mut lost)?;
         if let Some(removals) = removals.filter(|removals| removals.remote == self.remote) {
-            memory.removals = keys_of(&removals);
-            (memory.epoch, memory.takings) = (removals.epoch, removals.takings);
+            let keys = keys_of(&removals);
+            memory.removed = Removed { since_nonce: removals.since_nonce, takings: removals.takings, keys };
         }
         for row in self.store.list(Folder::Sync)? {
             if names::parse_upload_name(&row.name).is_none() {
@@ -99,11 +103,11 @@ impl Notes {
 
     /// Keys that were deleted here and may still lie in the bucket.
     pub(super) fn removals(&self) -> BTreeSet<Key> {
-        self.memory().removals.clone()
+        self.memory().removed.keys.clone()
     }
 
     pub(super) fn is_removed(&self, key: &Key) -> bool {
-        self.memory().removals.contains(key)
+        self.memory().removed.keys.contains(key)
     }
 
     /// Notes durably that keys are to go from the bucket too.
@@ -123,21 +127,22 @@ impl Notes {
     }
 
     fn change_removals(&self, change: impl FnOnce(&mut BTreeSet<Key>)) -> Result<()> {
-        // Under the lock: of two changes at once the later one must not be written first.
-        let mut memory = self.memory();
-        let mut removals = memory.removals.clone();
-        change(&mut removals);
-        if removals == memory.removals {
-            return Ok(());
-        }
-        self.put_removals(&mut memory, removals)
+        self.change_removed(|removed| change(&mut removed.keys))
     }
 
-    fn put_removals(&self, memory: &mut Memory, removals: BTreeSet<Key>) -> Result<()> {
-        let keys = removals.iter().map(ToString::to_string).collect();
-        let (remote, epoch, takings) = (self.remote.clone(), memory.epoch, memory.takings.clone());
-        self.put(names::REMOVALS_NAME, &Removals { remote, epoch, takings, keys }.encode()?)?;
-        memory.removals = removals;
+    /// Changes what `removals.json` says, there first: what can't be made durable is not known here either.
+    fn change_removed(&self, change: impl FnOnce(&mut Removed)) -> Result<()> {
+        // Under the lock: of two changes at once the later one must not be written first.
+        let mut memory = self.memory();
+        let mut removed = memory.removed.clone();
+        change(&mut removed);
+        if removed == memory.removed {
+            return Ok(());
+        }
+        let (remote, keys) = (self.remote.clone(), removed.keys.iter().map(ToString::to_string).collect());
+        let (since_nonce, takings) = (removed.since_nonce.clone(), removed.takings.clone());
+        self.put(names::REMOVALS_NAME, &Removals { remote, since_nonce, takings, keys }.encode()?)?;
+        memory.removed = removed;
         Ok(())
     }
 
@@ -146,47 +151,72 @@ impl Notes {
     /// # Errors
     /// As [`Notes::remove`].
     pub(super) fn claim(&self, nonce: &str) -> Result<()> {
-        let mut memory = self.memory();
-        if memory.takings.iter().any(|taking| taking == nonce) {
-            return Ok(());
-        }
-        let surplus = (memory.takings.len() + 1).saturating_sub(TAKING_LIMIT);
-        memory.takings.drain(..surplus);
-        memory.takings.push(nonce.to_owned());
-        let removals = memory.removals.clone();
-        self.put_removals(&mut memory, removals)
+        self.change_removed(|Removed { takings, .. }| {
+            if !takings.iter().any(|taking| taking == nonce) {
+                let surplus = (takings.len() + 1).saturating_sub(TAKING_LIMIT);
+                takings.drain(..surplus);
+                takings.push(nonce.to_owned());
+            }
+        })
     }
 
     /// True where the taking with this nonce was this folder's.
     pub(super) fn has_claimed(&self, nonce: &str) -> bool {
-        self.memory().takings.iter().any(|taking| taking == nonce)
+        self.memory().removed.takings.iter().any(|taking| taking == nonce)
     }
 
-    /// Notes which lease was taken: `epochs` are those since another folder held it. Where that was after the epoch
-    /// that the removals follow, what was deleted here may be what the other one goes on from: only packs stay noted,
-    /// which go only where no manifest names them.
+    /// Notes which lease was taken: nobody has written to the bucket but this folder since the one with `since_nonce`.
+    /// Where another folder did since what is noted here, that may be what its writer goes on from: only packs stay noted
+    /// as removed, which go only where no manifest names them.
     ///
     /// # Errors
     /// As [`Notes::remove`].
-    pub(super) fn enter(&self, epochs: RangeInclusive<u64>) -> Result<()> {
-        let mut memory = self.memory();
-        if memory.epoch == *epochs.end() {
-            return Ok(());
+    pub(super) fn enter(&self, since_nonce: &str) -> Result<()> {
+        if self.memory().removed.since_nonce != since_nonce {
+            let here = self.store.list(Folder::Tags)?;
+            let is_here = |key: &Key| here.iter().any(|row| row.name == key.name());
+            // A tag that was pushed and is gone here would be taken for one that a person has removed.
+            self.keep_pushed(|key| key.folder() != Folder::Tags || is_here(key));
+            // IMPORTANT: first. What follows says that this was done.
+            self.save_journal()?;
         }
-        let mut removals = memory.removals.clone();
-        if !epochs.contains(&memory.epoch.saturating_add(1)) {
-            removals.retain(|key| key.folder() == Folder::Packs);
-        }
-        memory.epoch = *epochs.end();
-        let earlier = memory.takings.len().saturating_sub(1);
-        memory.takings.drain(..earlier);
-        self.put_removals(&mut memory, removals)
+        self.change_removed(|removed| {
+            let earlier = removed.takings.len().saturating_sub(1);
+            removed.takings.drain(..earlier);
+            if removed.since_nonce != since_nonce {
+                removed.keys.retain(|key| key.folder() == Folder::Packs);
+                since_nonce.clone_into(&mut removed.since_nonce);
+            }
+        })
+    }
+
+    /// Forgets durably what was about another repository that this folder held.
+    ///
+    /// # Errors
+    /// As [`Notes::remove`].
+    pub(super) fn begin_anew(&self, repository_id: &str) -> Result<()> {
+        self.keep_pushed(|_| false);
+        self.change_removals(BTreeSet::clear)?;
+        let untagged = self.untagged()?;
+        self.forget_untagged(&untagged)?;
+        self.set_repository(repository_id);
+        Ok(())
     }
 
     /// Tags of which this or another process has noted that they are to go from the bucket.
     pub(super) fn untagged(&self) -> Result<BTreeSet<String>> {
-        let rows = self.store.list(Folder::Sync)?;
-        Ok(rows.iter().filter_map(|row| names::parse_untag_name(&row.name)).map(str::to_owned).collect())
+        let mut tags = BTreeSet::new();
+        for row in self.store.list(Folder::Sync)? {
+            let Some(tag) = names::parse_untag_name(&row.name) else { continue };
+            match self.store.get(&Key::new(Folder::Sync, &row.name)?, SMALL_OBJECT_LIMIT_BYTES) {
+                Ok(remote) if remote == self.remote.as_bytes() => _ = tags.insert(tag.to_owned()),
+                // Of another bucket.
+                Ok(_) | Err(Error::Corrupt { .. }) => {}
+                Err(error) if error.is_not_found() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(tags)
     }
 
     /// Notes durably that a tag is to go from the bucket; needs no lock.
@@ -195,7 +225,7 @@ impl Notes {
     /// [`Error::Store`] where that can't be made durable.
     pub(super) fn untag(&self, tag: &str) -> Result<()> {
         self.store.create_folders()?;
-        self.put(&names::untag_name(tag), UNTAG_CONTENT)
+        self.put(&names::untag_name(tag), self.remote.as_bytes())
     }
 
     /// Forgets such notes.
@@ -217,7 +247,7 @@ impl Notes {
         let mut memory = self.memory();
         if memory.repository_id != repository_id {
             if !memory.repository_id.is_empty() {
-                (memory.pushed, memory.removals) = (BTreeMap::new(), BTreeSet::new());
+                (memory.pushed, memory.removed.keys) = (BTreeMap::new(), BTreeSet::new());
             }
             repository_id.clone_into(&mut memory.repository_id);
             memory.is_journal_stale = true;
@@ -375,13 +405,13 @@ mod tests {
     fn what_was_deleted_before_another_writer_came_stays() {
         let store = MemoryStore::new();
         let first = notes(&store, "s3://a");
-        first.enter(3..=3).unwrap();
+        first.enter("ours").unwrap();
         first.remove([key("packs/x"), key("tags/y"), key("snapshots/1.json")]).unwrap();
         let next = notes(&store, "s3://a");
-        next.enter(3..=5).unwrap();
+        next.enter("ours").unwrap();
         assert_eq!(next.removals(), BTreeSet::from([key("packs/x"), key("tags/y"), key("snapshots/1.json")]));
         let later = notes(&store, "s3://a");
-        later.enter(7..=8).unwrap();
+        later.enter("after another").unwrap();
         assert_eq!(later.removals(), BTreeSet::from([key("packs/x")]));
         assert_eq!(notes(&store, "s3://a").removals(), BTreeSet::from([key("packs/x")]));
     }
@@ -391,14 +421,14 @@ mod tests {
         let store = MemoryStore::new();
         let first = notes(&store, "s3://a");
         first.claim("a").unwrap();
-        first.enter(1..=1).unwrap();
+        first.enter("a").unwrap();
         for number in 0..TAKING_LIMIT {
             notes(&store, "s3://a").claim(&number.to_string()).unwrap();
         }
         let next = notes(&store, "s3://a");
         assert!(!next.has_claimed("a"), "so many are remembered, and no more");
         assert!(next.has_claimed("0") && next.has_claimed("63"));
-        next.enter(1..=66).unwrap();
+        next.enter("a").unwrap();
         let later = notes(&store, "s3://a");
         assert!(!later.has_claimed("0") && later.has_claimed("63"));
         assert!(!notes(&store, "s3://b").has_claimed("63"));

@@ -31,6 +31,8 @@ pub(super) enum Push {
     Tombstone(u64),
     /// A snapshot: packs that are missing, then its manifest, in the place of this version of it if there is one.
     Snapshot { seq: u64, replaces: Option<Version> },
+    /// Packs of a snapshot whose manifest lies there, and which the bucket has lost.
+    Packs(u64),
     /// A tag.
     Tag(String),
     /// A receipt.
@@ -38,8 +40,13 @@ pub(super) enum Push {
 }
 
 /// Everything that the bucket lacks, in the order in which it is pushed: what a fresh machine would resume from
-/// first.
-pub(super) fn pushes(local: &Local, view: &View, known: &BTreeMap<Key, Pushed>) -> Vec<Push> {
+/// first. `lacking` are snapshots whose manifest lies there, and not all of their packs.
+pub(super) fn pushes(
+    local: &Local,
+    view: &View,
+    known: &BTreeMap<Key, Pushed>,
+    lacking: &BTreeSet<u64>,
+) -> Vec<Push> {
     let mut pushes = Vec::new();
     let has = |folder, name: &str| Key::new(folder, name).is_ok_and(|key| view.has(&key));
     if !has(Folder::Root, names::MARKER_NAME) {
@@ -55,6 +62,7 @@ pub(super) fn pushes(local: &Local, view: &View, known: &BTreeMap<Key, Pushed>) 
             There::Other(version) => {
                 replacements.push(Push::Snapshot { seq, replaces: Some(version.clone()) });
             }
+            There::Same if lacking.contains(&seq) => pushes.push(Push::Packs(seq)),
             There::Same => {}
         }
     }

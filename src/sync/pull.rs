@@ -18,7 +18,7 @@ use crate::store::{Folder, Key, PutMode, Store};
 use crate::threads::{Threads, for_each_waiting};
 use crate::verify;
 
-use super::clock::least_time;
+use super::clock::{SystemClock, least_time, wait};
 use super::survey::Identity;
 
 /// Bytes of one read. Memory is this much for each pack under way.
@@ -147,10 +147,10 @@ impl Pull<'_> {
         let names = manifest.body.packs.iter().map(|record| record.name.clone());
         let (_hold, gone) = Registry::of(&self.local.root()).hold(Some(seq), names);
         let fetched = self.packs(&manifest, &gone.into_iter().collect())?;
-        let verified = self.verify(&manifest);
-        if let Err(error) = verified {
-            // IMPORTANT: what was fetched and is not right must not be found by anyone.
-            self.local.delete(Folder::Packs, &fetched)?;
+        if let Err(error) = self.verify(&manifest) {
+            // IMPORTANT: what is not right must not be found by anyone, nor be taken for what was fetched by the next pull;
+            // this one may have found what a pull has left that ended midway.
+            self.local.delete(Folder::Packs, &self.unnamed(&manifest)?)?;
             return Err(error);
         }
         self.local.put(&key, &bytes, PutMode::IfAbsent)?;
@@ -159,6 +159,21 @@ impl Pull<'_> {
         report.pulled_objects += fetched.len() as u64 + 1;
         report.pulled.push(seq);
         Ok(())
+    }
+
+    /// Names of the packs of a snapshot that no manifest of the folder names.
+    fn unnamed(&self, manifest: &Manifest) -> Result<Vec<String>> {
+        let mut named = BTreeSet::new();
+        for row in self.local.list(Folder::Snapshots)? {
+            if names::parse_manifest_name(&row.name).is_some() {
+                let key = Key::new(Folder::Snapshots, &row.name)?;
+                let bytes = self.seen.get(&key, limits::MANIFEST_LIMIT_BYTES)?;
+                let packs = manifest::decode(&key.to_string(), &bytes)?.body.packs;
+                named.extend(packs.into_iter().map(|record| record.name));
+            }
+        }
+        let packs = manifest.body.packs.iter().map(|record| record.name.clone());
+        Ok(packs.filter(|name| !named.contains(name)).collect())
     }
 
     /// True where the folder has the snapshot.
@@ -220,17 +235,18 @@ impl Pull<'_> {
             staged.append(&buffer[..length as usize])?;
             offset += length;
             self.transfer.moved_bytes.fetch_add(length, Ordering::Relaxed);
-            self.slow_down(started, offset);
+            self.slow_down(started, offset)?;
         }
         staged.publish().map(drop)
     }
 
     /// Waits so long that what was read since then keeps to the limit.
-    fn slow_down(&self, started: Instant, length_bytes: u64) {
-        let Some(limit) = self.transfer.limit_bytes_per_second else { return };
+    fn slow_down(&self, started: Instant, length_bytes: u64) -> Result<()> {
+        let Some(limit) = self.transfer.limit_bytes_per_second else { return Ok(()) };
         // Packs at once share it.
         let least = least_time(length_bytes.saturating_mul(THREAD_COUNT as u64), limit);
-        std::thread::sleep(least.saturating_sub(started.elapsed()));
+        let left = least.saturating_sub(started.elapsed());
+        wait(&SystemClock::default(), left, self.transfer.cancelled)
     }
 
     /// Reads everything of the snapshot back and compares it with its digests.

@@ -1,6 +1,6 @@
 //! The way to the bucket: what it lacks, packs before the manifest that names them.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::digest::ChunkDigest;
@@ -15,9 +15,9 @@ use crate::store::remote::{Transfer, Upload, Version};
 use crate::store::{Folder, Key, PutMode, ReadAt};
 
 use super::Diverged;
-use super::clock::least_time;
+use super::clock::{least_time, wait};
 use super::head::line_digest;
-use super::lease::Look;
+use super::lease::{Look, RACE_LIMIT};
 use super::plan::{self, Local, Push, missing_packs};
 use super::survey::{Identity, LocalManifest, pushed};
 use super::tiered::TieredStore;
@@ -104,10 +104,14 @@ impl TieredStore {
     /// As [`TieredStore::push`].
     fn require_lease(&self) -> Result<()> {
         self.lease.require_ours()?;
-        while self.lease.is_wanted() {
+        for attempt in 1.. {
+            if !self.lease.is_wanted() {
+                break;
+            }
             match self.lease.look()? {
-                Look::Held | Look::Raced => {}
-                Look::Waiting(_) | Look::Alive(_) => {
+                Look::Held => {}
+                Look::Raced if attempt < RACE_LIMIT => {}
+                Look::Raced | Look::Waiting(_) | Look::Alive(_) => {
                     let holder = self.lease.state().holder;
                     return Err(Error::Locked { root: self.remote.root(), holder });
                 }
@@ -137,6 +141,15 @@ pub(super) struct Run<'a> {
     pub(super) problem: Option<Error>,
 }
 
+/// What becomes of the manifest of a snapshot whose packs lie in the bucket.
+#[derive(Clone, Copy)]
+enum Manifest<'a> {
+    /// It lies there.
+    Stays,
+    /// It is published, in the place of this version if there is one.
+    Goes(Option<&'a Version>),
+}
+
 /// What became of one snapshot.
 enum Outcome {
     Pushed,
@@ -153,7 +166,8 @@ impl Run<'_> {
         let tiers = self.tiers;
         let local = tiers.survey()?;
         self.abort_uploads(&local)?;
-        let pushes = plan::pushes(&local, &tiers.view(), &tiers.notes.all_pushed());
+        let lacking = self.lacking(&local)?;
+        let pushes = plan::pushes(&local, &tiers.view(), &tiers.notes.all_pushed(), &lacking);
         self.tell_pending(&local, &pushes);
         for push in &pushes {
             self.go_on()?;
@@ -166,8 +180,9 @@ impl Run<'_> {
                 Push::Receipt(number) => {
                     self.small(Folder::Receipts, &names::receipt_name(*number), Some(ChunkDigest::of))?;
                 }
+                Push::Packs(seq) => self.snapshot(*seq, Manifest::Stays)?,
                 Push::Snapshot { seq, replaces } => {
-                    self.snapshot(*seq, replaces.as_ref())?;
+                    self.snapshot(*seq, Manifest::Goes(replaces.as_ref()))?;
                     if (self.control.is_outrun)() {
                         self.done.is_outrun = true;
                         return Ok(());
@@ -183,12 +198,34 @@ impl Run<'_> {
         if self.control.cancelled.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 
+    /// Snapshots that lie in the bucket as they lie here, but for packs that it has lost.
+    fn lacking(&self, local: &Local) -> Result<BTreeSet<u64>> {
+        let tiers = self.tiers;
+        let (view, mut lacking) = (tiers.view(), BTreeSet::new());
+        for (&seq, &digest) in &local.manifests {
+            let key = Key::new(Folder::Snapshots, &names::manifest_name(seq))?;
+            // One that stands for another one there has other packs.
+            let is_same = tiers.notes.pushed(&key).is_some_and(|pushed| pushed.local_digest.is_none());
+            if !is_same || !view.has(&key) {
+                continue;
+            }
+            match tiers.local_table(seq, digest) {
+                Ok(table) if missing_packs(&table, &view).is_empty() => {}
+                Ok(_) => _ = lacking.insert(seq),
+                // It is gone by now, or can't be read: the bucket has a whole one.
+                Err(error) if error.is_damage() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(lacking)
+    }
+
     /// Says how much there is to do.
     fn tell_pending(&self, local: &Local, pushes: &[Push]) {
         let (mut objects, mut bytes, mut counted) = (0, 0, HashSet::new());
         for push in pushes {
-            objects += 1;
-            let Push::Snapshot { seq, .. } = push else { continue };
+            objects += u64::from(!matches!(push, Push::Packs(_)));
+            let (Push::Snapshot { seq, .. } | Push::Packs(seq)) = push else { continue };
             let Some(digest) = local.manifests.get(seq) else { continue };
             // A damaged one is told of when its turn comes.
             let Ok(table) = self.tiers.local_table(*seq, *digest) else { continue };
@@ -255,9 +292,9 @@ impl Run<'_> {
         }
     }
 
-    fn snapshot(&mut self, seq: u64, replaces: Option<&Version>) -> Result<()> {
+    fn snapshot(&mut self, seq: u64, then: Manifest<'_>) -> Result<()> {
         for _ in 0..ATTEMPT_LIMIT {
-            match self.try_snapshot(seq, replaces)? {
+            match self.try_snapshot(seq, then)? {
                 Outcome::Pushed | Outcome::Gone => return Ok(()),
                 Outcome::Replaced => {}
                 Outcome::Damaged(error) => {
@@ -273,7 +310,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn try_snapshot(&mut self, seq: u64, replaces: Option<&Version>) -> Result<Outcome> {
+    fn try_snapshot(&mut self, seq: u64, then: Manifest<'_>) -> Result<Outcome> {
         let tiers = self.tiers;
         let manifest = match tiers.local_manifest(seq) {
             Ok(manifest) => manifest,
@@ -307,7 +344,9 @@ impl Run<'_> {
             self.go_on()?;
             self.pack(record, source.as_ref())?;
         }
-        self.manifest(&manifest, replaces)?;
+        if let Manifest::Goes(replaces) = then {
+            self.manifest(&manifest, replaces)?;
+        }
         Ok(Outcome::Pushed)
     }
 
@@ -366,7 +405,7 @@ impl Run<'_> {
                 put => put?,
             }
             tiers.moved_bytes.fetch_add(record.length_bytes, Ordering::Relaxed);
-            self.slow_down(record.length_bytes);
+            self.slow_down(record.length_bytes)?;
         } else {
             self.upload(&key, record, source)?;
         }
@@ -388,10 +427,9 @@ impl Run<'_> {
     }
 
     /// Waits so long that these bytes keep to the limit.
-    fn slow_down(&self, length_bytes: u64) {
-        if let Some(limit) = self.tiers.options.limit_bytes_per_second {
-            self.tiers.clock.sleep(least_time(length_bytes, limit));
-        }
+    fn slow_down(&self, length_bytes: u64) -> Result<()> {
+        let Some(limit) = self.tiers.options.limit_bytes_per_second else { return Ok(()) };
+        wait(self.tiers.clock.as_ref(), least_time(length_bytes, limit), self.control.cancelled)
     }
 
     /// Sends a large pack in parts, and goes on with those that are missing where it was begun before.

@@ -18,6 +18,9 @@ use super::plan::{self, Local};
 use super::push::{Run, upload_of};
 use super::view;
 
+/// Objects that are deleted under one renewal of the lease.
+const BATCH_LENGTH: usize = 256;
+
 impl Run<'_> {
     /// Ends uploads that nobody goes on with: those of other writers, and those of packs that are gone here or have
     /// arrived.
@@ -168,13 +171,16 @@ impl Run<'_> {
 
     /// Deletes from the bucket, and then forgets that it was to be done.
     fn delete(&mut self, folder: Folder, names: &[String]) -> Result<()> {
-        if names.is_empty() {
-            return Ok(());
-        }
+        names.chunks(BATCH_LENGTH).try_for_each(|batch| self.delete_batch(folder, batch))
+    }
+
+    fn delete_batch(&mut self, folder: Folder, names: &[String]) -> Result<()> {
         self.go_on()?;
         let tiers = self.tiers;
         tiers.lease.renew()?;
-        tiers.remote.delete(folder, names)?;
+        // IMPORTANT: not for as long as other requests are sent again. By the end of the lease another writer may have
+        // taken over, and go on from what is deleted here.
+        tiers.remote.delete_within(folder, names, tiers.lease.sure_time() / 2)?;
         let keys = names.iter().map(|name| Key::new(folder, name)).collect::<Result<BTreeSet<_>>>()?;
         tiers.notes.keep_pushed(|key| !keys.contains(key));
         tiers.notes.forget_removals(&keys)?;

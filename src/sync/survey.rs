@@ -25,8 +25,8 @@ impl TieredStore {
     /// bucket is that of another repository; [`Error::Store`] where the bucket can't be reached.
     pub(super) fn settle(&self, diverged: Diverged) -> Result<()> {
         let mut view = View::take(self.remote.as_ref())?;
-        if let Some(epochs) = self.lease.epochs() {
-            self.notes.enter(epochs)?;
+        if let Some(since_nonce) = self.lease.since_nonce() {
+            self.notes.enter(&since_nonce)?;
         }
         self.compare_markers(&view, diverged)?;
         let colliding = self.compare_manifests(&view)?;
@@ -71,9 +71,8 @@ impl TieredStore {
                             self.local.list(folder)?.into_iter().map(|row| row.name).collect();
                         self.local.delete(folder, &names)?;
                     }
-                    self.local.put(&key, bytes, PutMode::Replace)?;
-                    self.notes.set_repository(&there.repository_id);
-                    return Ok(());
+                    self.notes.begin_anew(&there.repository_id)?;
+                    return self.local.put(&key, bytes, PutMode::Replace);
                 }
                 Err(Error::NotARepository {
                     root: self.remote.root(),

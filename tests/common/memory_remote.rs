@@ -77,6 +77,10 @@ struct Wire {
     log: Vec<String>,
     hook: Option<Hook>,
     is_forbidden: bool,
+    /// Puts of this object to the disk of the machine fail.
+    refused_put: Option<&'static str>,
+    /// Times in which deletions had to begin.
+    deletion_times: Vec<Duration>,
 }
 
 /// The bucket as one machine reaches it. Clones share everything.
@@ -138,6 +142,16 @@ impl MemoryRemote {
     /// From here on every request fails.
     pub(crate) fn cut_off(&self) {
         self.arm(Fault { at: 1, mode: FaultMode::FailForever });
+    }
+
+    /// From here on the disk beside this bucket takes no object of this name, or takes all again.
+    pub(crate) fn refuse_put(&self, object: Option<&'static str>) {
+        self.wire().refused_put = object;
+    }
+
+    /// Times in which the deletions so far had to begin.
+    pub(crate) fn deletion_times(&self) -> Vec<Duration> {
+        self.wire().deletion_times.clone()
     }
 
     /// True once the armed request was reached.
@@ -364,6 +378,11 @@ impl Store for MemoryRemote {
 }
 
 impl RemoteStore for MemoryRemote {
+    fn delete_within(&self, folder: Folder, names: &[String], time: Duration) -> Result<()> {
+        self.wire().deletion_times.push(time);
+        self.delete(folder, names).map(drop)
+    }
+
     fn list_versions(&self, folder: Folder) -> Result<Vec<RemoteListed>> {
         self.request("list", folder.name(), |bucket| {
             let rows = bucket.objects.iter().filter(|(key, _)| key.folder() == folder);
@@ -506,17 +525,17 @@ impl fmt::Debug for RemoteObject {
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
     objects: MemoryStore,
-    is_dead: Arc<AtomicBool>,
+    remote: MemoryRemote,
 }
 
 impl Disk {
     /// The disk of a machine that dies with this bucket's process.
     pub(crate) fn beside(objects: &MemoryStore, remote: &MemoryRemote) -> Arc<Self> {
-        Arc::new(Self { objects: objects.clone(), is_dead: Arc::clone(&remote.is_dead) })
+        Arc::new(Self { objects: objects.clone(), remote: remote.clone() })
     }
 
     fn check(&self, operation: &'static str) -> Result<()> {
-        if self.is_dead.load(Ordering::SeqCst) {
+        if self.remote.is_dead() {
             return Err(Error::store(operation, self.objects.root())(io::Error::other(
                 "the process is dead",
             )));
@@ -551,6 +570,9 @@ impl Store for Disk {
 
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<()> {
         self.check("put")?;
+        if self.remote.wire().refused_put.is_some_and(|refused| refused == key.to_string()) {
+            return Err(Error::store("put", key.to_string())(io::ErrorKind::StorageFull.into()));
+        }
         self.objects.put(key, bytes, mode)
     }
 

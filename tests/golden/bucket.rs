@@ -13,8 +13,8 @@ const REMOTE: &str = "s3://bucket/run";
 pub(crate) fn lease() -> Lease {
     Lease {
         epoch: 3,
-        since_epoch: 2,
         nonce: "ffeeddccbbaa99887766554433221100".to_owned(),
+        since_nonce: "eeddccbbaa998877665544332211ffff".to_owned(),
         renewal: 17,
         milliseconds: 30_000,
         released: false,
@@ -46,7 +46,8 @@ pub(crate) fn journal() -> Journal {
 pub(crate) fn removals() -> Removals {
     let keys = [format!("packs/{}", pack_name(1, 0, 0x2a)), "snapshots/1.json".to_owned()];
     let takings = vec!["ffeeddccbbaa99887766554433221100".to_owned()];
-    Removals { remote: REMOTE.to_owned(), epoch: 3, takings, keys: BTreeSet::from(keys) }
+    let (remote, since_nonce) = (REMOTE.to_owned(), "eeddccbbaa998877665544332211ffff".to_owned());
+    Removals { remote, since_nonce, takings, keys: BTreeSet::from(keys) }
 }
 
 pub(crate) fn upload() -> UploadNote {

@@ -8,7 +8,7 @@ use varvite::plan::Want;
 use varvite::repository::{Access, Options, Repository};
 use varvite::store::memory::MemoryStore;
 use varvite::store::remote::Transfer;
-use varvite::store::{Folder, Store};
+use varvite::store::{Folder, PutMode, Store};
 use varvite::sync::{TierAccess, pull};
 use varvite::tensor::Region;
 
@@ -129,6 +129,26 @@ fn a_pull_brings_snapshots_that_need_the_bucket_no_more() {
     let report = pulled(&remote, &local, &[3, 1]).unwrap();
     assert_eq!((report.pulled, report.known), (vec![1], vec![3]));
     assert!(!remote.log().iter().any(|line| line.contains("packs/")), "its packs lie here already");
+}
+
+#[test]
+fn a_pull_that_ended_midway_leaves_nothing_that_the_next_one_trusts() {
+    let remote = bucket();
+    let disk = MemoryStore::new();
+    let local: Arc<dyn Store> = Arc::new(disk.clone());
+    pulled(&remote, &local, &[2]).unwrap();
+    // Damaged on the way, and the pull died before it had looked at it.
+    let before = names(&disk, Folder::Packs);
+    let there = remote.names(Folder::Packs);
+    let missing = there.iter().find(|name| !before.contains(name)).unwrap();
+    let mut bytes = remote.contents()[&format!("packs/{missing}")].clone();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    disk.put(&key(Folder::Packs, missing), &bytes, PutMode::IfAbsent).unwrap();
+    let error = pulled(&remote, &local, &[3]).unwrap_err();
+    assert!(matches!(error, Error::Corrupt { .. }), "{error}");
+    assert_eq!(names(&disk, Folder::Packs), before, "what snapshot 2 needs stays");
+    assert_eq!(pulled(&remote, &local, &[3]).unwrap().pulled, [3]);
 }
 
 #[test]

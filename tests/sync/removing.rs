@@ -328,3 +328,111 @@ fn what_was_deleted_here_goes_whatever_becomes_of_the_processes_after() {
         }
     }
 }
+
+/// A machine that has deleted snapshot 1 of 1 and 2, and died before the bucket was told.
+fn deleted_and_died(bucket: &MemoryRemote) -> Machine {
+    let machine = Machine::new(bucket);
+    let trainer = machine.open().unwrap();
+    trainer.save(1);
+    trainer.save(2);
+    trainer.repository.pin(1, "best").unwrap();
+    trainer.sync().unwrap();
+    trainer.repository.unpin("best").unwrap();
+    trainer.repository.delete(1).unwrap();
+    machine
+}
+
+/// Another machine takes the bucket over and goes on from what it finds.
+fn taken_over(bucket: &MemoryRemote) {
+    let other = Machine::new(bucket).open().unwrap();
+    assert_eq!(other.repository.candidates().unwrap(), [2, 1]);
+    assert_eq!(other.repository.tags().unwrap()["best"].seq, 1);
+    other.close();
+}
+
+fn assert_both_stay(bucket: &MemoryRemote, machine: &Machine) {
+    let trainer = machine.open().unwrap();
+    trainer.sync().unwrap();
+    assert_eq!((seqs_in(bucket), bucket.names(Folder::Tags)), (vec![1, 2], vec!["best".to_owned()]));
+    assert_eq!(load_elsewhere(bucket, 1).unwrap(), state_at(1));
+}
+
+#[test]
+fn a_tag_that_another_machine_goes_on_with_stays_too() {
+    let bucket = MemoryRemote::new();
+    let machine = deleted_and_died(&bucket);
+    taken_over(&bucket);
+    assert_both_stay(&bucket, &machine.restarted());
+}
+
+#[test]
+fn what_is_void_is_void_also_where_that_could_not_be_noted_at_first() {
+    let bucket = MemoryRemote::new();
+    let machine = deleted_and_died(&bucket);
+    taken_over(&bucket);
+    let again = machine.restarted();
+    // The lease is taken once; then its folder is full for a while.
+    again.remote.set_hook({
+        let remote = again.remote.clone();
+        move |request| {
+            if request.starts_with("list snapshots") {
+                remote.refuse_put(Some("sync/removals.json"));
+            }
+        }
+    });
+    let trainer = again.open().unwrap();
+    assert!(trainer.sync().is_err());
+    again.remote.no_hook();
+    again.remote.refuse_put(None);
+    trainer.sync().unwrap();
+    assert_eq!(seqs_in(&bucket), [1, 2]);
+    drop(trainer);
+    assert_both_stay(&bucket, &again.restarted());
+}
+
+#[test]
+fn a_lease_that_somebody_has_removed_makes_no_other_machine_unseen() {
+    let bucket = MemoryRemote::new();
+    let machine = deleted_and_died(&bucket);
+    bucket.lose(&key(Folder::Root, "lease.json"));
+    taken_over(&bucket);
+    assert_both_stay(&bucket, &machine.restarted());
+}
+
+#[test]
+fn nothing_is_deleted_so_late_that_another_writer_may_rely_on_it() {
+    let bucket = MemoryRemote::new();
+    let machine = Machine::new(&bucket);
+    let trainer = machine.open().unwrap();
+    for step in 1..=3 {
+        trainer.save(step);
+        trainer.repository.pin(step, &format!("at-{step}")).unwrap();
+    }
+    trainer.sync().unwrap();
+    for step in 1..=2 {
+        trainer.repository.unpin(&format!("at-{step}")).unwrap();
+        trainer.repository.delete(step).unwrap();
+    }
+    trainer.sync().unwrap();
+    let times = machine.remote.deletion_times();
+    assert!(times.len() >= 3, "tags, manifests, packs: {times:?}");
+    assert!(times.iter().all(|time| *time == seconds(15)), "half of the lease: {times:?}");
+}
+
+#[test]
+fn a_pack_that_the_bucket_lost_is_pushed_again_although_its_manifest_is_there() {
+    let bucket = MemoryRemote::new();
+    let machine = Machine::new(&bucket);
+    let trainer = machine.open().unwrap();
+    trainer.save(1);
+    trainer.save(2);
+    trainer.sync().unwrap();
+    for name in bucket.names(Folder::Packs) {
+        bucket.lose(&key(Folder::Packs, &name));
+    }
+    let report = trainer.sync().unwrap();
+    assert_eq!(report.pushed_objects, 2);
+    check_bucket(&bucket).unwrap();
+    assert_eq!(load_elsewhere(&bucket, 2).unwrap(), state_at(2));
+    assert_eq!(trainer.sync().unwrap().pushed_objects, 0);
+}

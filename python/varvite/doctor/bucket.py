@@ -20,13 +20,6 @@ _TWO_WINNERS: Final = "two trainers could both believe that they hold the run: u
 _PROMISES: Final = (
     ("put_if_absent", "put if absent", "the store ignores the condition", _TWO_WINNERS),
     ("swap", "compare and swap", "the store ignores the condition", _TWO_WINNERS),
-    (
-        "lists_at_once",
-        "listing after a put",
-        "the object was missing",
-        "a resume could miss the newest snapshot",
-    ),
-    ("reads_ranges", "range reads", "other bytes came", "nothing can be read from it in parts"),
 )
 """Key of the probe, name of the check, what is found where it fails, and what that means."""
 
@@ -35,55 +28,49 @@ def examine_bucket(remote: Remote) -> list[Check]:
     """Runs all checks of a bucket, which need not hold a repository yet.
 
     Returns:
-        The checks, in the order in which they are to be read: the first alone where it can't be used at all.
+        The checks, in the order in which they are to be read. The first one is `bad` where the bucket can't
+        be used at all; then only what the connection goes by follows.
     """
-    from varvite._native import probe
+    from varvite._native import connection, probe
 
+    known: dict[str, str | None] = {}
     try:
+        known = connection(remote.text, remote.credentials)
         found = probe(remote.text, remote.credentials)
     except CheckpointError as error:
         meaning = error.message if error.hint is None else f"{error.message}; {error.hint}"
-        return [Check("bucket", "can't be used", "bad", meaning)]
-    return [_place(remote.url, found), *_facts(found), *_promises(found), *_rates(found)]
+        return [Check("bucket", "can't be used", "bad", meaning), *_sources(known)]
+    return [_place(remote.url, known), *_sources(known), *_promises(found), *_rates(found)]
 
 
-def _place(url: str, found: dict[str, Any]) -> Check:
-    facts = {"url": url, "endpoint": found.get("endpoint"), "region": found.get("region")}
+def _place(url: str, known: dict[str, str | None]) -> Check:
+    facts = {"url": url, "endpoint": known["endpoint"], "region": known["region"]}
     endpoint = f" at {facts['endpoint']}" if facts["endpoint"] else ""
     region = f", region {facts['region']}" if facts["region"] else ""
     return Check("bucket", f"{url}{endpoint}{region}", facts=facts)
 
 
-def _facts(found: dict[str, Any]) -> list[Check]:
-    names = (("credentials", "from"), ("certificates", "from"))
-    return [
-        Check(name, str(found[name]), facts={word: found[name]})
-        for name, word in names
-        if found.get(name) is not None
-    ]
+def _sources(known: dict[str, str | None]) -> list[Check]:
+    """Where credentials and certificates come from, as far as that was told."""
+    found = [(name, known.get(name)) for name in ("credentials", "certificates")]
+    return [Check(name, source, facts={"from": source}) for name, source in found if source is not None]
 
 
 def _promises(found: dict[str, Any]) -> list[Check]:
     return [
         Check(name, "works") if found[key] else Check(name, value, "bad", meaning)
         for key, name, value, meaning in _PROMISES
-        if found.get(key) is not None
     ]
 
 
 def _rates(found: dict[str, Any]) -> list[Check]:
-    checks = []
-    seconds = found.get("request_seconds")
-    if seconds is not None:
-        is_slow = seconds > _SLOW_REQUEST_SECONDS
-        meaning = "a push makes several requests for each snapshot; no save waits for them" if is_slow else ""
-        facts = {"median_seconds": seconds}
-        value = f"{seconds * 1000:.1f} ms"
-        checks.append(Check("request time", value, "warn" if is_slow else "ok", meaning, facts))
+    seconds = found["request_seconds"]
+    is_slow = seconds > _SLOW_REQUEST_SECONDS
+    meaning = "a push makes several requests for each snapshot; no save waits for them" if is_slow else ""
+    value = f"{seconds * 1000:.1f} ms"
+    checks = [Check("request time", value, "warn" if is_slow else "ok", meaning, {"seconds": seconds})]
     for key, name in (("put_bytes_per_second", "put rate"), ("get_bytes_per_second", "get rate")):
-        rate = found.get(key)
-        if rate is None:
-            continue
+        rate = found[key]
         is_slow = rate < _SLOW_BYTES_PER_SECOND
         meaning = "pushes may fall behind the saves; raise `sync_every`" if is_slow else ""
         value = f"{format_bytes(round(rate))}/s, of one object of {format_bytes(found['measured_bytes'])}"

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt;
@@ -138,15 +139,9 @@ impl Client {
     pub(super) async fn attempt<T>(
         &self,
         backend: &Backend,
-        mut request: impl AsyncFnMut(&Backend) -> object_store::Result<T>,
+        request: impl AsyncFnMut(&Backend) -> object_store::Result<T>,
     ) -> Outcome<T> {
-        let mut attempts = self.attempts(backend);
-        loop {
-            match request(backend).await {
-                Ok(answer) => return Ok(answer),
-                Err(error) => attempts.after(&error).await?,
-            }
-        }
+        repeated(self.attempts(backend), backend, request).await
     }
 
     /// For loops around a request that run as a task of their own: those can't lend to a closure.
@@ -354,8 +349,21 @@ impl Client {
         if paths.is_empty() {
             return Ok(0);
         }
-        let sent = self.send(async |backend| {
-            let paths = paths.clone().into_iter().map(Ok);
+        self.remove(folder, &paths, self.settings.retry_seconds)?;
+        Ok(present.iter().map(|(_, length_bytes)| length_bytes).sum())
+    }
+
+    /// Deletes objects that may be there; begins no request after `time`.
+    pub(super) fn delete_within(&self, folder: Folder, names: &[String], time: Duration) -> Result<()> {
+        let path = |name: &String| self.key_path(&Key::new(folder, name)?);
+        let paths = names.iter().map(path).collect::<Result<Vec<_>>>()?;
+        self.remove(folder, &paths, self.settings.retry_seconds.min(time.as_secs_f64()))
+    }
+
+    fn remove(&self, folder: Folder, paths: &[Path], retry_seconds: f64) -> Result<()> {
+        let backend = self.backend()?;
+        let request = async |backend: &Backend| {
+            let paths = paths.to_vec().into_iter().map(Ok);
             let mut deleted = backend.objects.delete_stream(stream::iter(paths).boxed());
             while let Some(outcome) = deleted.next().await {
                 match outcome {
@@ -364,10 +372,11 @@ impl Client {
                 }
             }
             Ok(())
-        })?;
+        };
+        let attempts = Attempts::new(retry_seconds, backend.credentials.as_deref());
+        let sent = runtime()?.block_on(repeated(attempts, &backend, request));
         let name = format!("{}/{}", self.root, folder.name());
-        sent.map_err(|failure| failure.error("delete in", name))?;
-        Ok(present.iter().map(|(_, length_bytes)| length_bytes).sum())
+        sent.map_err(|failure| failure.error("delete in", name))
     }
 
     /// The keys that are there, and how long their objects are.
@@ -399,6 +408,20 @@ impl Client {
 impl fmt::Debug for Client {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Client({})", self.root)
+    }
+}
+
+/// Sends a request until it is answered, or `attempts` end.
+async fn repeated<T>(
+    mut attempts: Attempts<'_>,
+    backend: &Backend,
+    mut request: impl AsyncFnMut(&Backend) -> object_store::Result<T>,
+) -> Outcome<T> {
+    loop {
+        match request(backend).await {
+            Ok(answer) => return Ok(answer),
+            Err(error) => attempts.after(&error).await?,
+        }
     }
 }
 

@@ -29,6 +29,19 @@ const COMMON: &str =
 /// Options for S3 beyond these.
 const OF_S3: &str = "region access_key_id secret_access_key session_token profile virtual_hosted";
 
+/// What a connection goes by, for people.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Connection {
+    /// The server that was named; `None` for that of the provider.
+    pub endpoint: Option<String>,
+    /// The region, where one was named.
+    pub region: Option<String>,
+    /// Where the credentials come from; `None` where the provider's own client finds them.
+    pub credentials: Option<String>,
+    /// The file of certificates that was named.
+    pub certificates: Option<String>,
+}
+
 /// Options that arrive as strings, and what else the way to a bucket depends on.
 pub(super) struct Way<'a> {
     pub(super) address: &'a Address,
@@ -37,6 +50,8 @@ pub(super) struct Way<'a> {
     pub(super) environment: Environment,
     pub(super) credentials: Option<Arc<dyn CredentialSource>>,
     pub(super) timeout_seconds: Option<f64>,
+    /// The file of certificates, once it was read.
+    pub(super) ca_bundle: Option<String>,
 }
 
 /// Settings of a provider, as `object_store` names them.
@@ -44,7 +59,7 @@ type Config<K> = HashMap<K, String>;
 
 impl Way<'_> {
     /// Finds the way; sends nothing.
-    pub(super) fn connect(mut self) -> Result<Box<Connect>> {
+    pub(super) fn connect(mut self) -> Result<(Box<Connect>, Connection)> {
         for (name, value) in &self.address.options {
             self.options.entry((*name).to_owned()).or_insert_with(|| value.clone());
         }
@@ -56,20 +71,32 @@ impl Way<'_> {
             }
             Provider::Google => self.google(),
             Provider::Azure => self.azure(),
-            Provider::Memory => self.memory(),
+            Provider::Memory => Ok((self.memory()?, Connection::default())),
         }
     }
 
-    fn s3(mut self) -> Result<Box<Connect>> {
+    fn s3(mut self) -> Result<(Box<Connect>, Connection)> {
         let profile_name = self.options.remove("profile");
         let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
         let virtual_hosted = take_flag(&mut self.options, "virtual_hosted")?.unwrap_or(false);
         let connector = self.connector(true)?;
         let mut config = self.s3_config()?;
-        self.add_profile(&mut config, profile_name.as_deref(), takes_none || self.credentials.is_some())?;
+        let has_credentials = takes_none || self.credentials.is_some();
+        let profile = self.add_profile(&mut config, profile_name.as_deref(), has_credentials)?;
         let disabled = self.environment.get("AWS_EC2_METADATA_DISABLED").is_some_and(|value| value == "true");
         let has_none = disabled && !has_source(&config) && !takes_none;
         let endpoint = config.remove(&S3Key::S3Endpoint).or_else(|| config.remove(&S3Key::Endpoint));
+        let connection = Connection {
+            endpoint: endpoint.clone(),
+            region: config.get(&S3Key::Region).or_else(|| config.get(&S3Key::DefaultRegion)).cloned(),
+            credentials: Some(match () {
+                () if takes_none => "none: requests are not signed".to_owned(),
+                () if self.credentials.is_some() => "the function that was passed".to_owned(),
+                () if has_none => "nowhere".to_owned(),
+                () => self.source_of(&config, profile.as_deref()),
+            }),
+            certificates: self.ca_bundle.take(),
+        };
         let mut builder = AmazonS3Builder::new().with_bucket_name(&self.address.bucket);
         if let Some(endpoint) = endpoint {
             let endpoint = checked_endpoint(&endpoint, virtual_hosted.then_some(&self.address.bucket))?;
@@ -84,10 +111,34 @@ impl Way<'_> {
         }
         builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
         builder = builder.with_retry(no_retry()).with_http_connector(connector);
-        Ok(Box::new(move || {
+        let connect: Box<Connect> = Box::new(move || {
             let store = builder.clone().build().map_err(|error| refused(&error))?;
             Ok(Backend { credentials: credentials.clone(), ..Backend::of(store) })
-        }))
+        });
+        Ok((connect, connection))
+    }
+
+    /// Where the credentials come from that a request is signed with, in the order in which `object_store` looks.
+    fn source_of(&self, config: &Config<S3Key>, profile: Option<&str>) -> String {
+        let has = |key| config.contains_key(&key);
+        let by_role = || match () {
+            () if has(S3Key::WebIdentityTokenFile) => "a web identity token",
+            () if has(S3Key::ContainerCredentialsRelativeUri) || has(S3Key::ContainerCredentialsFullUri) => {
+                "the role of the container"
+            }
+            () => "the role of the instance, asked of its metadata service",
+        };
+        match profile {
+            Some(name) => format!("profile `{}`", name.escape_debug()),
+            None if !has(S3Key::AccessKeyId) => by_role().to_owned(),
+            None if self.has_keys() => "the options".to_owned(),
+            None => "`AWS_ACCESS_KEY_ID` in the environment".to_owned(),
+        }
+    }
+
+    /// Whether the options name keys.
+    fn has_keys(&self) -> bool {
+        ["access_key_id", "aws_access_key_id"].iter().any(|name| self.options.contains_key(*name))
     }
 
     /// What the environment and the options say.
@@ -122,23 +173,24 @@ impl Way<'_> {
         Ok(config)
     }
 
-    /// Takes from the shared files what nothing else has said.
+    /// Takes from the shared files what nothing else has said; returns the profile whose keys were taken.
     fn add_profile(
         &self,
         config: &mut Config<S3Key>,
         named: Option<&str>,
         has_credentials: bool,
-    ) -> Result<()> {
+    ) -> Result<Option<String>> {
         let wanted = named.or_else(|| self.environment.get("AWS_PROFILE"));
         let profile = self.environment.profile(named)?;
-        let options_have_keys =
-            ["access_key_id", "aws_access_key_id"].iter().any(|name| self.options.contains_key(*name));
-        let needs_keys = named.is_some() && !options_have_keys || !has_source(config);
+        let needs_keys = named.is_some() && !self.has_keys() || !has_source(config);
+        let mut of_profile = None;
         if !has_credentials
             && needs_keys
             && (wanted.is_some() || profile.keys.is_some() || profile.wants.is_some())
         {
-            let keys = keys_of(&profile, wanted.unwrap_or("default"))?;
+            let name = wanted.unwrap_or("default");
+            let keys = keys_of(&profile, name)?;
+            of_profile = Some(name.to_owned());
             config.insert(S3Key::AccessKeyId, keys.access_key_id);
             config.insert(S3Key::SecretAccessKey, keys.secret_access_key.expose().to_owned());
             match keys.session_token {
@@ -158,10 +210,10 @@ impl Way<'_> {
         {
             config.insert(S3Key::Endpoint, endpoint);
         }
-        Ok(())
+        Ok(of_profile)
     }
 
-    fn google(mut self) -> Result<Box<Connect>> {
+    fn google(mut self) -> Result<(Box<Connect>, Connection)> {
         let mut config = self.in_environment("GOOGLE_", GoogleKey::from_str);
         config.remove(&GoogleKey::Bucket);
         let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
@@ -173,17 +225,21 @@ impl Way<'_> {
             .with_skip_signature(takes_none)
             .with_retry(no_retry())
             .with_http_connector(connector);
-        if let Some(endpoint) = config.remove(&GoogleKey::BaseUrl) {
-            builder = builder.with_config(GoogleKey::BaseUrl, checked_endpoint(&endpoint, None)?);
+        let endpoint = config.remove(&GoogleKey::BaseUrl);
+        if let Some(endpoint) = &endpoint {
+            builder = builder.with_config(GoogleKey::BaseUrl, checked_endpoint(endpoint, None)?);
         }
+        let connection =
+            Connection { endpoint, certificates: self.ca_bundle.take(), ..Connection::default() };
         builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
-        Ok(Box::new(move || {
+        let connect: Box<Connect> = Box::new(move || {
             let store = builder.clone().build().map_err(|error| refused(&error))?;
             Ok(Backend { has_generations: true, ..Backend::of(store) })
-        }))
+        });
+        Ok((connect, connection))
     }
 
-    fn azure(mut self) -> Result<Box<Connect>> {
+    fn azure(mut self) -> Result<(Box<Connect>, Connection)> {
         let mut config = self.in_environment("AZURE_", AzureKey::from_str);
         config.remove(&AzureKey::ContainerName);
         let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
@@ -195,14 +251,18 @@ impl Way<'_> {
             .with_skip_signature(takes_none)
             .with_retry(no_retry())
             .with_http_connector(connector);
-        if let Some(endpoint) = config.get(&AzureKey::Endpoint) {
+        let endpoint = config.get(&AzureKey::Endpoint).cloned();
+        if let Some(endpoint) = &endpoint {
             builder = builder.with_allow_http(checked_endpoint(endpoint, None)?.starts_with("http://"));
         }
         builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
-        Ok(Box::new(move || {
+        let connect: Box<Connect> = Box::new(move || {
             let store = builder.clone().build().map_err(|error| refused(&error))?;
             Ok(Backend::of(store))
-        }))
+        });
+        let connection =
+            Connection { endpoint, certificates: self.ca_bundle.take(), ..Connection::default() };
+        Ok((connect, connection))
     }
 
     /// A bucket in the memory of this process, one for each name: for tests.
@@ -253,6 +313,7 @@ impl Way<'_> {
     fn connector(&mut self, conditional_join: bool) -> Result<Connector> {
         let path = self.options.remove("ca_bundle");
         let path = path.or_else(|| self.environment.get("AWS_CA_BUNDLE").map(ToOwned::to_owned));
+        self.ca_bundle.clone_from(&path);
         let ca_bundle = match path {
             Some(path) => Some(Arc::new(read_settings(path.as_ref(), FILE_LIMIT_BYTES)?)),
             None => None,
@@ -341,17 +402,29 @@ impl object_store::CredentialProvider for NoSource {
 mod tests {
     use super::*;
 
-    /// The settings that a url, options and an environment lead to.
-    fn config(options: &[(&str, &str)], variables: &[(&str, &str)]) -> Result<Config<S3Key>> {
+    /// The settings that a url, options and an environment lead to, and whose the credentials are.
+    fn way(options: &[(&str, &str)], variables: &[(&str, &str)]) -> Result<(Config<S3Key>, String)> {
         let mut options: BTreeMap<String, String> =
             options.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let profile = options.remove("profile");
         let address = Address::parse("s3://bkt/run")?;
         let environment = Environment::of(variables);
-        let way = Way { address: &address, options, environment, credentials: None, timeout_seconds: None };
+        let way = Way {
+            address: &address,
+            options,
+            environment,
+            credentials: None,
+            timeout_seconds: None,
+            ca_bundle: None,
+        };
         let mut config = way.s3_config()?;
-        way.add_profile(&mut config, profile.as_deref(), false)?;
-        Ok(config)
+        let taken = way.add_profile(&mut config, profile.as_deref(), false)?;
+        let source = way.source_of(&config, taken.as_deref());
+        Ok((config, source))
+    }
+
+    fn config(options: &[(&str, &str)], variables: &[(&str, &str)]) -> Result<Config<S3Key>> {
+        way(options, variables).map(|(config, _)| config)
     }
 
     /// Files of profiles, and the variables that point there.
@@ -388,16 +461,25 @@ mod tests {
         let by_profile = [("profile", "work")];
         let named = [("AWS_PROFILE", "work")];
         let none: [(&str, &str); 0] = [];
-        for (options, variables, key, token, region) in [
-            (&keys[..], &[&files[..], &own].concat(), "AKO", None, Some("eu-north-1")),
-            (&none, &[&files[..], &own].concat(), "AKE", Some("te"), Some("eu-north-1")),
-            (&none, &files.to_vec(), "AKD", None, Some("eu-north-1")),
-            (&none, &[&files[..], &named].concat(), "AKW", Some("t"), Some("us-west-2")),
-            (&none, &[&files[..], &own, &named].concat(), "AKE", Some("te"), Some("us-west-2")),
-            (&by_profile, &[&files[..], &own].concat(), "AKW", Some("t"), Some("us-west-2")),
-            (&keys, &own.to_vec(), "AKO", None, None),
+        let environment = "`AWS_ACCESS_KEY_ID` in the environment";
+        for (options, variables, key, token, region, source) in [
+            (&keys[..], &[&files[..], &own].concat(), "AKO", None, Some("eu-north-1"), "the options"),
+            (&none, &[&files[..], &own].concat(), "AKE", Some("te"), Some("eu-north-1"), environment),
+            (&none, &files.to_vec(), "AKD", None, Some("eu-north-1"), "profile `default`"),
+            (&none, &[&files[..], &named].concat(), "AKW", Some("t"), Some("us-west-2"), "profile `work`"),
+            (&none, &[&files[..], &own, &named].concat(), "AKE", Some("te"), Some("us-west-2"), environment),
+            (
+                &by_profile,
+                &[&files[..], &own].concat(),
+                "AKW",
+                Some("t"),
+                Some("us-west-2"),
+                "profile `work`",
+            ),
+            (&keys, &own.to_vec(), "AKO", None, None, "the options"),
         ] {
-            let config = config(options, variables).unwrap();
+            let (config, found) = way(options, variables).unwrap();
+            assert_eq!(found, source, "{options:?} {variables:?}");
             let value = |key| config.get(&key).map(String::as_str);
             assert_eq!(value(S3Key::AccessKeyId), Some(key), "{options:?} {variables:?}");
             assert_eq!(value(S3Key::Token), token, "{options:?} {variables:?}");
@@ -407,9 +489,10 @@ mod tests {
 
     #[test]
     fn what_stands_nowhere_is_left_to_the_machine() {
-        let config =
-            config(&[], &[("HOME", "/nowhere"), ("AWS_TIMEOUT", "3"), ("AWS_BUCKET", "other")]).unwrap();
+        let variables = [("HOME", "/nowhere"), ("AWS_TIMEOUT", "3"), ("AWS_BUCKET", "other")];
+        let (config, source) = way(&[], &variables).unwrap();
         assert!(!has_source(&config));
+        assert_eq!(source, "the role of the instance, asked of its metadata service");
         let told: Vec<_> = [S3Key::Bucket, S3Key::Client(ClientConfigKey::Timeout)]
             .iter()
             .filter(|key| config.contains_key(key))
@@ -417,7 +500,9 @@ mod tests {
         assert_eq!(told, [] as [&S3Key; 0]);
         assert_eq!(config.get(&S3Key::Checksum).map(String::as_str), Some("CRC64NVME"));
         let web = [("AWS_WEB_IDENTITY_TOKEN_FILE", "/token"), ("AWS_ROLE_ARN", "arn")];
-        assert!(has_source(&super::tests::config(&[], &web).unwrap()));
+        let (by_web, source) = way(&[], &web).unwrap();
+        assert!(has_source(&by_web));
+        assert_eq!(source, "a web identity token");
         let none = super::tests::config(&[("aws_checksum_algorithm", "none")], &[]).unwrap();
         assert_eq!(none.get(&S3Key::Checksum), None);
     }

@@ -24,6 +24,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use object_store::memory::InMemory;
 
@@ -40,6 +41,7 @@ use crate::error::{Error, Result};
 
 pub use self::probe::PROBE_START;
 
+pub use self::connect::Connection;
 pub use self::credentials::{CredentialSource, Credentials, Secret};
 
 /// How a bucket is opened.
@@ -75,6 +77,7 @@ pub struct Capabilities {
 #[derive(Clone, Debug)]
 pub struct BucketStore {
     client: Arc<Client>,
+    connection: Arc<Connection>,
 }
 
 impl BucketStore {
@@ -91,10 +94,12 @@ impl BucketStore {
         let address = Address::parse(&url)?;
         let settings = Settings::take(&mut options)?;
         let timeout_seconds = settings.timeout_seconds;
-        let way = Way { address: &address, options, environment, credentials, timeout_seconds };
-        let client = Client::new(address.root.clone(), address.prefix.clone(), settings, way.connect()?);
+        let address = &address;
+        let way = Way { address, options, environment, credentials, timeout_seconds, ca_bundle: None };
+        let (connect, connection) = way.connect()?;
+        let client = Client::new(address.root.clone(), address.prefix.clone(), settings, connect);
         client.backend()?;
-        Ok(Self { client: Arc::new(client) })
+        Ok(Self { client: Arc::new(client), connection: Arc::new(connection) })
     }
 
     /// A bucket in memory, empty, for tests. A clone is another handle of the same bucket.
@@ -105,7 +110,14 @@ impl BucketStore {
         let settings = Settings { part_bytes: 1 << 20, retry_seconds: 0.0, ..Settings::default() };
         let objects = InMemory::new();
         let connect = move || Ok(Backend::in_memory(&objects));
-        Self { client: Arc::new(Client::new(root, "run".to_owned(), settings, Box::new(connect))) }
+        let client = Client::new(root, "run".to_owned(), settings, Box::new(connect));
+        Self { client: Arc::new(client), connection: Arc::default() }
+    }
+
+    /// What the connection goes by; sends nothing.
+    #[must_use]
+    pub fn connection(&self) -> &Connection {
+        &self.connection
     }
 
     /// Asks the server for everything that is needed of it, with an object of its own: whether it is reached,
@@ -194,6 +206,10 @@ impl RemoteStore for BucketStore {
 
     fn swap(&self, key: &Key, bytes: &[u8], expected: Option<&Version>) -> Result<Version> {
         self.client.swap(key, bytes, expected)
+    }
+
+    fn delete_within(&self, folder: Folder, names: &[String], time: Duration) -> Result<()> {
+        self.client.delete_within(folder, names, time)
     }
 
     fn begin_upload(&self, key: &Key, length_bytes: u64) -> Result<Upload> {

@@ -13,7 +13,7 @@ use super::super::remote::{Transfer, Upload, Version};
 use super::super::{Key, ReadAt};
 use super::attempt::runtime;
 use super::client::{Backend, Client, Outcome, part_ids, version};
-use super::failure::Kind;
+use super::failure::{Failure, Kind};
 use super::http::{MODE, Mode, Pace};
 use crate::error::{Error, Result};
 use crate::threads::Spares;
@@ -87,7 +87,10 @@ impl Client {
         sent: &mut dyn FnMut(&Upload) -> Result<()>,
     ) -> Result<()> {
         if upload.parts.iter().all(Option::is_some) {
-            return Ok(());
+            // It was sent before, which doesn't say that it is there still.
+            let gone = || Failure::new(Kind::Missing, "it is gone since it was sent");
+            let there = self.completed(key, upload.length_bytes)?;
+            return there.map(drop).ok_or_else(|| gone().error("send", self.name(key)));
         }
         let bytes = read_part(source, upload, 0)?;
         let pace = Arc::new(Pace::new(transfer.limit_bytes_per_second));

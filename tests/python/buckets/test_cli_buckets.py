@@ -384,7 +384,9 @@ print(sorted({{"torch", "numpy", "rich"}} & set(sys.modules)))
 def test_doctor_of_a_bucket(pushed: str, bucket: Bucket, at: list[str]) -> None:
     before = bucket.content()
     found = {check["name"]: check for check in document("doctor", pushed, *at)["checks"]}
-    assert found["bucket"]["facts"]["url"] == pushed
+    endpoint = str(bucket.options()["endpoint"])
+    assert (found["bucket"]["facts"]["url"], found["bucket"]["facts"]["endpoint"]) == (pushed, endpoint)
+    assert found["credentials"]["value"] == "the options"
     assert (found["put if absent"]["value"], found["compare and swap"]["value"]) == ("works", "works")
     assert found["snapshots"]["value"] == "3, all manifests readable"
     assert "writer" not in found
@@ -399,7 +401,7 @@ def test_doctor_of_a_bucket_that_holds_nothing_yet(bucket: Bucket, at: list[str]
 
 def test_doctor_of_a_bucket_that_is_away() -> None:
     found = document("doctor", "s3://bucket/run", *said(DEAD), code=exits.FINDINGS)
-    assert (found["ok"], [check["name"] for check in found["checks"]]) == (False, ["bucket"])
+    assert (found["ok"], [check["name"] for check in found["checks"]]) == (False, ["bucket", "credentials"])
     assert "onnection refused" in found["checks"][0]["meaning"]
 
 
