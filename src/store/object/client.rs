@@ -363,7 +363,7 @@ impl Client {
     fn remove(&self, folder: Folder, paths: &[Path], retry_seconds: f64) -> Result<()> {
         let backend = self.backend()?;
         let request = async |backend: &Backend| {
-            let paths = paths.to_vec().into_iter().map(Ok);
+            let paths: Vec<_> = paths.iter().cloned().map(Ok).collect();
             let mut deleted = backend.objects.delete_stream(stream::iter(paths).boxed());
             while let Some(outcome) = deleted.next().await {
                 match outcome {
