@@ -4,7 +4,9 @@
 //! that finds itself in another process builds a pool of its own.
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -85,6 +87,32 @@ impl<T> Default for PerProcess<T> {
     }
 }
 
+/// What ends the waiting of a call when it is set.
+pub type Interrupt = Arc<AtomicBool>;
+
+thread_local! {
+    static INTERRUPT: RefCell<Option<Interrupt>> = const { RefCell::new(None) };
+}
+
+/// Runs `work` as a part of the call that `interrupt` ends. Threads that a call hands work to are given it too; those
+/// that serve nobody's call, such as the one that pushes, have none.
+pub fn within_call<R>(interrupt: Option<Interrupt>, work: impl FnOnce() -> R) -> R {
+    struct Back(Option<Interrupt>);
+    impl Drop for Back {
+        fn drop(&mut self) {
+            INTERRUPT.with_borrow_mut(|current| *current = self.0.take());
+        }
+    }
+    let _back = Back(INTERRUPT.with_borrow_mut(|current| std::mem::replace(current, interrupt)));
+    work()
+}
+
+/// What ends the call that this thread works for.
+#[must_use]
+pub fn interrupt() -> Option<Interrupt> {
+    INTERRUPT.with_borrow(Clone::clone)
+}
+
 /// Does the same with each item on up to so many threads, this one among them: for what waits for a network, not
 /// for what computes.
 ///
@@ -107,10 +135,11 @@ pub fn for_each_waiting<T: Sync>(
             }
         }
     };
+    let interrupt = interrupt();
     std::thread::scope(|scope| {
         for _ in 1..thread_count.min(items.len()) {
             // Where the system refuses a thread there is one less.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, run);
+            let _ = std::thread::Builder::new().spawn_scoped(scope, || within_call(interrupt.clone(), run));
         }
         run();
     });
@@ -170,6 +199,28 @@ fn panic_text(panic: &(dyn Any + Send)) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_works_for_a_call_knows_what_ends_it() {
+        let ours = || interrupt().map(|flag| Arc::as_ptr(&flag).addr());
+        let (outer, inner) = (Interrupt::default(), Interrupt::default());
+        let address = |flag: &Interrupt| Some(Arc::as_ptr(flag).addr());
+        assert_eq!(ours(), None);
+        within_call(Some(Arc::clone(&outer)), || {
+            assert_eq!(ours(), address(&outer));
+            within_call(Some(Arc::clone(&inner)), || assert_eq!(ours(), address(&inner)));
+            assert_eq!(ours(), address(&outer));
+            let all = Mutex::new(Vec::new());
+            for_each_waiting(&[1, 2, 3], 3, |_| {
+                all.lock().unwrap().push(ours());
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(all.into_inner().unwrap(), [address(&outer); 3]);
+            assert_eq!(std::thread::spawn(move || ours().is_none()).join().ok(), Some(true));
+        });
+        assert_eq!(ours(), None);
+    }
 
     #[test]
     fn a_panic_becomes_an_error_with_its_text() {

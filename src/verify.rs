@@ -13,7 +13,7 @@ use crate::plan::{ReadChunk, ReadShape, Want, plan_read};
 use crate::read::{OpenPacks, Worker, open_pack, read_footer, shape_of};
 use crate::store::Store;
 use crate::tensor::Region;
-use crate::threads::{Spares, Threads};
+use crate::threads::{Spares, Threads, interrupt, within_call};
 
 /// One thing that is wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -176,6 +176,7 @@ fn check_chunks(
     let workers = Spares::<Worker>::default();
     let checked_bytes = AtomicU64::new(0);
     let errors = Mutex::new(Vec::new());
+    let interrupt = interrupt();
     threads.pool()?.install(|| {
         chunks.par_iter().enumerate().try_for_each(|(index, chunk)| {
             if cancelled.load(Ordering::Relaxed) {
@@ -186,7 +187,9 @@ fn check_chunks(
             {
                 packs.announce(later)?;
             }
-            match workers.lend(|worker| worker.check(packs, &manifest.body, chunk)) {
+            let check = || workers.lend(|worker| worker.check(packs, &manifest.body, chunk));
+            match within_call(interrupt.clone(), check) {
+                Err(Error::Interrupted) => return Err(Error::Interrupted),
                 Ok(()) => {
                     checked_bytes.fetch_add(chunk.raw_length_bytes, Ordering::Relaxed);
                 }

@@ -46,6 +46,8 @@ pub(crate) struct Engine {
     pub(super) merger: Arc<Merger>,
     /// Where there is a bucket and this is the engine that writes.
     pub(super) syncer: Option<Arc<Syncer>>,
+    /// A call may have to wait for a server.
+    asks_a_bucket: bool,
 }
 
 #[pymethods]
@@ -104,6 +106,7 @@ impl Engine {
                 serde_json::from_str(merge).map_err(|error| Error::invalid("merge", error.to_string()))?;
             let remote = remote.map(|text| Remote::read(text, credentials)).transpose()?;
             let remote = remote.map(|remote| remote.cancelled_by(&cancelled));
+            let asks_a_bucket = remote.is_some();
             let local = LocalOptions { sync, read_only: access == Access::Read };
             let key = key.map(|bytes| MasterKey::new(&bytes)).transpose()?;
             let places = Places::open(path.as_deref(), local, remote, access, key.clone())?;
@@ -123,7 +126,7 @@ impl Engine {
             let repository = Repository::open(Arc::clone(&places.store), options)?;
             let writes = access == Access::Write;
             let syncer = places.tiers.filter(|_| writes).map(|tiers| Syncer::new(repository.clone(), tiers));
-            Ok(Self { merger: Merger::new(repository.clone()), repository, syncer })
+            Ok(Self { merger: Merger::new(repository.clone()), repository, syncer, asks_a_bucket })
         };
         // Where a lease has to run out first, somebody may not want to wait.
         interruptible(py, &cancelled, open)
@@ -299,12 +302,12 @@ impl Engine {
 
     /// Commit numbers, newest first.
     fn candidates(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        py.detach(|| self.repository.candidates()).map_err(|error| raise(py, &error))
+        self.ask(py, || self.repository.candidates())
     }
 
     /// Headers of all readable snapshots by seq, and (seq, why) of damaged ones.
     fn snapshots<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Bound<'py, PyDict>>, Damaged)> {
-        let listed = py.detach(|| self.repository.list()).map_err(|error| raise(py, &error))?;
+        let listed = self.ask(py, || self.repository.list())?;
         let headers =
             listed.headers.iter().map(|header| convert::header(py, header)).collect::<PyResult<_>>()?;
         Ok((headers, listed.damaged))
@@ -312,18 +315,18 @@ impl Engine {
 
     /// Header of one snapshot.
     fn header<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Bound<'py, PyDict>> {
-        let header = py.detach(|| self.repository.header(seq)).map_err(|error| raise(py, &error))?;
+        let header = self.ask(py, || self.repository.header(seq))?;
         convert::header(py, &header)
     }
 
     /// Commit number that a reference means.
     fn resolve(&self, py: Python<'_>, reference: &str) -> PyResult<u64> {
-        py.detach(|| self.repository.resolve(reference)).map_err(|error| raise(py, &error))
+        self.ask(py, || self.repository.resolve(reference))
     }
 
     /// Opens a snapshot for reading.
     fn open(&self, py: Python<'_>, seq: u64) -> PyResult<SnapshotReader> {
-        let snapshot = py.detach(|| self.repository.snapshot(seq)).map_err(|error| raise(py, &error))?;
+        let snapshot = self.ask(py, || self.repository.snapshot(seq))?;
         Ok(SnapshotReader::new(snapshot))
     }
 
@@ -339,29 +342,28 @@ impl Engine {
 
     /// What retention keeps and removes, with reasons; does it unless `dry_run`.
     fn prune<'py>(&self, py: Python<'py>, dry_run: bool) -> PyResult<Bound<'py, PyDict>> {
-        let (plan, freed_bytes) =
-            py.detach(|| self.repository.prune(dry_run)).map_err(|error| raise(py, &error))?;
+        let (plan, freed_bytes) = self.ask(py, || self.repository.prune(dry_run))?;
         convert::plan(py, &plan, freed_bytes)
     }
 
     /// Deletes a snapshot; returns the bytes freed.
     fn delete(&self, py: Python<'_>, seq: u64) -> PyResult<u64> {
-        py.detach(|| self.repository.delete(seq)).map_err(|error| raise(py, &error))
+        self.ask(py, || self.repository.delete(seq))
     }
 
     /// Names a snapshot.
     fn pin(&self, py: Python<'_>, seq: u64, name: &str) -> PyResult<()> {
-        py.detach(|| self.repository.pin(seq, name)).map_err(|error| raise(py, &error))
+        self.ask(py, || self.repository.pin(seq, name))
     }
 
     /// Removes a name.
     fn unpin(&self, py: Python<'_>, name: &str) -> PyResult<()> {
-        py.detach(|| self.repository.unpin(name)).map_err(|error| raise(py, &error))
+        self.ask(py, || self.repository.unpin(name))
     }
 
     /// Names and the commit numbers they stand for.
     fn tags(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
-        let tags = py.detach(|| self.repository.tags()).map_err(|error| raise(py, &error))?;
+        let tags = self.ask(py, || self.repository.tags())?;
         Ok(tags.into_iter().map(|(name, tag)| (name, tag.seq)).collect())
     }
 
@@ -382,7 +384,7 @@ impl Engine {
     /// (number, why) of those that can't be read.
     #[pyo3(signature = (newest=None))]
     fn receipts(&self, py: Python<'_>, newest: Option<usize>) -> PyResult<(Vec<ReceiptRow>, Damaged)> {
-        let receipts = py.detach(|| self.repository.receipts(newest)).map_err(|error| raise(py, &error))?;
+        let receipts = self.ask(py, || self.repository.receipts(newest))?;
         let row = |receipt: Receipt| {
             (receipt.number, receipt.seq, receipt.created_at_unix_ms, receipt.content.get().to_owned())
         };
@@ -475,6 +477,14 @@ impl Engine {
         if let Some(syncer) = &self.syncer {
             syncer.notice(true);
         }
+    }
+
+    /// Runs what a folder answers at once, and a bucket after a while that Ctrl-C ends.
+    fn ask<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+        if self.asks_a_bucket {
+            return interruptible(py, &AtomicBool::new(false), work);
+        }
+        py.detach(work).map_err(|error| raise(py, &error))
     }
 
     fn required_syncer(&self) -> Result<&Arc<Syncer>> {

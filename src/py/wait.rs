@@ -1,13 +1,13 @@
 //! Waiting without holding the interpreter, and stopping on Ctrl-C.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 
 use crate::error::{Error, Result};
-use crate::threads::guarded;
+use crate::threads::{Interrupt, guarded, within_call};
 
 use super::error::raise;
 
@@ -16,19 +16,21 @@ pub(crate) const POLL: Duration = Duration::from_millis(50);
 
 /// Runs `work` on a thread of its own, detached, and polls for signals meanwhile.
 ///
-/// A signal whose handler raises (Ctrl-C) sets `cancelled`, waits for the work to end, and is raised.
+/// A signal whose handler raises (Ctrl-C) sets `cancelled`, ends the wait for a server, waits for the work to end, and is
+/// raised.
 pub(crate) fn interruptible<T: Send>(
     py: Python<'_>,
     cancelled: &AtomicBool,
     work: impl FnOnce() -> Result<T> + Send,
 ) -> PyResult<T> {
-    let mut interrupted = None;
+    let (mut interrupted, interrupt) = (None, Interrupt::default());
     let outcome = std::thread::scope(|scope| {
         let (sender, mut receiver) = mpsc::sync_channel(1);
+        let given = Some(Arc::clone(&interrupt));
         let started =
             std::thread::Builder::new().name("varvite-call".to_owned()).spawn_scoped(scope, move || {
                 // The receiver only goes away with this scope.
-                let _ = sender.send(guarded(work));
+                let _ = sender.send(guarded(|| within_call(given, work)));
             });
         if let Err(error) = started {
             return Err(Error::store("start a thread for", "the call")(error));
@@ -47,6 +49,7 @@ pub(crate) fn interruptible<T: Send>(
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     if let Err(signal) = py.check_signals() {
                         cancelled.store(true, Ordering::Relaxed);
+                        interrupt.store(true, Ordering::Relaxed);
                         interrupted.get_or_insert(signal);
                     }
                 }

@@ -13,7 +13,7 @@ use crate::format::model::{Body, PackRecord};
 use crate::format::pack;
 use crate::plan::{ReadChunk, ReadGroup, ReadPlan, ReadShape};
 use crate::store::{Folder, Key, ReadAt, Store};
-use crate::threads::{Spares, Threads, for_each_waiting};
+use crate::threads::{Spares, Threads, for_each_waiting, interrupt, within_call};
 
 mod chunk;
 
@@ -235,7 +235,9 @@ fn perform(
             Ok(())
         })
     };
-    threads.pool()?.broadcast(|_| work()).into_iter().collect::<Result<Vec<()>>>()?;
+    let interrupt = interrupt();
+    let done = threads.pool()?.broadcast(|_| within_call(interrupt.clone(), work));
+    done.into_iter().collect::<Result<Vec<()>>>()?;
     Ok(verified.into_inner())
 }
 

@@ -3,8 +3,11 @@
 //! `object_store` has retries of its own, which are off here: it does not sign again, keeps using credentials
 //! that have ended, and does not tell whether a publish it sent twice was done the first time.
 
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use futures_util::future::{Either, select};
 use rustls::crypto::ring;
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::Instant;
@@ -12,13 +15,16 @@ use tokio::time::Instant;
 use super::credentials::CachedCredentials;
 use super::failure::{Failure, Kind};
 use crate::error::{Error, Result};
-use crate::threads::PerProcess;
+use crate::threads::{PerProcess, interrupt};
 
 /// Threads that move bytes; callers wait on threads of their own.
 const WORKER_COUNT: usize = 2;
 
 /// The pause before the second attempt; it doubles from attempt to attempt.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// How soon an interrupt is heeded.
+const INTERRUPT_POLL: Duration = Duration::from_millis(50);
 
 /// The longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
@@ -34,6 +40,27 @@ pub(super) fn runtime() -> Result<std::sync::Arc<Runtime>> {
             .build()
             .map_err(Error::store("start threads of", "the bucket"))
     })
+}
+
+/// Runs what asks the server to its end.
+///
+/// # Errors
+/// [`Error::Interrupted`] soon after the call was interrupted that this thread works for.
+pub(super) fn finish<F: Future>(asking: F) -> Result<F::Output> {
+    let runtime = runtime()?;
+    let Some(interrupt) = interrupt() else { return Ok(runtime.block_on(asking)) };
+    runtime.block_on(async {
+        match select(pin!(asking), pin!(raised(&interrupt))).await {
+            Either::Left((output, _)) => Ok(output),
+            Either::Right(_) => Err(Error::Interrupted),
+        }
+    })
+}
+
+async fn raised(interrupt: &AtomicBool) {
+    while !interrupt.load(Ordering::Relaxed) {
+        tokio::time::sleep(INTERRUPT_POLL).await;
+    }
 }
 
 /// Sends of one request: when there is another one, and what is in doubt.

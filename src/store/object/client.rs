@@ -17,7 +17,7 @@ use tokio::sync::Semaphore;
 
 use super::super::remote::{RemoteListed, Version};
 use super::super::{Folder, Key, PutMode};
-use super::attempt::{Attempts, runtime};
+use super::attempt::{Attempts, finish};
 use super::credentials::CachedCredentials;
 use super::failure::{Failure, Kind};
 use super::http::{MODE, Mode, seconds_for};
@@ -132,7 +132,7 @@ impl Client {
         request: impl AsyncFnMut(&Backend) -> object_store::Result<T>,
     ) -> Result<Outcome<T>> {
         let backend = self.backend()?;
-        Ok(runtime()?.block_on(self.attempt(&backend, request)))
+        finish(self.attempt(&backend, request))
     }
 
     /// Sends a request until it is answered.
@@ -165,7 +165,7 @@ impl Client {
     pub(super) fn put(&self, key: &Key, bytes: &[u8], mode: &Put) -> Result<Version> {
         let backend = self.backend()?;
         let payload = Bytes::copy_from_slice(bytes);
-        let put = runtime()?.block_on(self.attempt_put(&backend, key, &payload, mode));
+        let put = finish(self.attempt_put(&backend, key, &payload, mode))?;
         self.settle_put(key, bytes, mode, put, false)
     }
 
@@ -374,7 +374,7 @@ impl Client {
             Ok(())
         };
         let attempts = Attempts::new(retry_seconds, backend.credentials.as_deref());
-        let sent = runtime()?.block_on(repeated(attempts, &backend, request));
+        let sent = finish(repeated(attempts, &backend, request))?;
         let name = format!("{}/{}", self.root, folder.name());
         sent.map_err(|failure| failure.error("delete in", name))
     }

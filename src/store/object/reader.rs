@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 
 use super::super::remote::Version;
 use super::super::{Folder, Key, ReadAt, end_of_read};
-use super::attempt::runtime;
+use super::attempt::{finish, runtime};
 use super::client::{Backend, Client, Outcome, cut_short, streamed, version};
 use super::failure::{Failure, Kind};
 use crate::error::Result;
@@ -122,7 +122,7 @@ impl BucketObject {
         let Some(mut one) = found else { return Ok(None) };
         let bytes = match &mut one.state {
             State::Here(bytes) => std::mem::take(bytes),
-            State::Coming(coming) => match runtime()?.block_on(&mut coming.0) {
+            State::Coming(coming) => match finish(&mut coming.0)? {
                 Ok(Ok(bytes)) => bytes,
                 _ => return Ok(None),
             },
@@ -133,7 +133,7 @@ impl BucketObject {
     /// Reads what no read ahead brings.
     fn fetch(&self, range: Range<u64>, buffer: &mut [u8]) -> Result<()> {
         let backend = self.of.client.backend()?;
-        let read = runtime()?.block_on(self.of.fetch(&backend, range, buffer));
+        let read = finish(self.of.fetch(&backend, range, buffer))?;
         read.map_err(|failure| failure.error("read", self.of.name()))
     }
 }

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::super::remote::Upload;
 use super::super::{Key, Published, StagedWrite};
-use super::attempt::runtime;
+use super::attempt::{finish, runtime};
 use super::client::{Client, Outcome};
 use super::http::Pace;
 use super::upload::send_part;
@@ -74,7 +74,7 @@ impl BucketStagedWrite {
 
     /// Waits for one part.
     fn land(&mut self) -> Result<()> {
-        let Some(landed) = runtime()?.block_on(self.under_way.join_next()) else { return Ok(()) };
+        let Some(landed) = finish(self.under_way.join_next())? else { return Ok(()) };
         let (index, answer) = self.client.arrived(&self.key, landed)?;
         if let Some(upload) = &mut self.upload {
             upload.parts[index] = Some(answer);

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 
 use super::super::remote::{Transfer, Upload, Version};
 use super::super::{Key, ReadAt};
-use super::attempt::runtime;
+use super::attempt::finish;
 use super::client::{Backend, Client, Outcome, part_ids, version};
 use super::failure::{Failure, Kind};
 use super::http::{MODE, Mode, Pace};
@@ -74,7 +74,7 @@ impl Client {
             return self.send_single(key, source, upload, transfer, sent);
         }
         let mut sender = Sender::new(self, key, upload, transfer)?;
-        runtime()?.block_on(sender.run(source, sent))
+        finish(sender.run(source, sent))?
     }
 
     /// Sends an object of one part: a put under the condition that nothing lies there but the same bytes.
@@ -95,11 +95,11 @@ impl Client {
         let bytes = read_part(source, upload, 0)?;
         let pace = Arc::new(Pace::new(transfer.limit_bytes_per_second));
         let backend = self.backend()?;
-        let put = runtime()?.block_on(async {
+        let put = finish(async {
             let mode = Mode::Paced(bytes.clone(), Arc::clone(&pace));
             let put = MODE.scope(mode, self.attempt_put(&backend, key, &bytes, &Put::Create));
             watch(put, &pace, transfer).await
-        })?;
+        })??;
         if backend.is_memory {
             transfer.moved_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import signal
 import ssl
 import time
 
@@ -12,7 +13,7 @@ import faults
 import pytest
 from looks import assert_loads, assert_pushed, save_steps, state_of
 from servers import HOST, SECRET_KEY, free_ports
-from support import assert_same, run_child
+from support import assert_same, child, run_child
 
 from varvite import CheckpointManager, keep
 from varvite.errors import CheckpointError, InvalidInputError, StoreError
@@ -87,6 +88,35 @@ def test_a_final_save_is_here_where_only_its_push_failed(quick_bucket, proxy_bef
     assert quick_bucket.check_whole(tmp_path / "look") == [0]
 
 
+def await_request(rule):
+    """Waits until a request has met a fault."""
+    deadline = time.monotonic() + 30
+    while not rule.fired and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert rule.fired
+
+
+@pytest.mark.parametrize("what", ["open", "list", "load", "sync"])
+def test_an_interrupt_ends_the_wait_for_a_bucket_that_answers_nothing(
+    quick_bucket, proxy_before, tmp_path, what
+):
+    if what in ("list", "load"):
+        with quick_bucket.manager(tmp_path / "first") as manager:
+            save_steps(manager, 0)
+    proxy = proxy_before(quick_bucket)
+    patient = {"retry_seconds": 1000.0, "timeout_seconds": 1000.0, "endpoint": proxy.endpoint}
+    options = json.dumps(quick_bucket.options(**patient))
+    with child("asks_bucket", tmp_path / "a", quick_bucket.url, options, what) as process:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        silent = proxy.add(faults.Silent())
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        await_request(silent)
+        process.send_signal(signal.SIGINT)
+        # Nobody else would end it before this test is over.
+        assert process.stdout.readline() == "interrupted\n", process.stderr.read()
+
+
 def test_a_silent_bucket_keeps_no_save_waiting(quick_bucket, proxy_before, tmp_path):
     proxy = proxy_before(quick_bucket)
     options = {"retry_seconds": 1000.0, "timeout_seconds": 1000.0}
@@ -100,10 +130,7 @@ def test_a_silent_bucket_keeps_no_save_waiting(quick_bucket, proxy_before, tmp_p
     assert_loads(manager, 0, 1, 2)
     manager.flush()
     assert manager.stats().sync.unpushed == [1, 2, 3]
-    deadline = time.monotonic() + 30
-    while not silent.fired and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert silent.fired  # the push had begun, and hangs
+    await_request(silent)  # the push has begun, and hangs
     with CheckpointManager(tmp_path / "a", read_only=True) as reader:
         assert_loads(reader, 0, 1, 2)
     proxy.clear()
