@@ -82,6 +82,7 @@ def test_a_training_state_is_resumed_from_the_bucket_alone(bucket, tmp_path):
 
 def test_a_close_pushes_what_is_pending(quick_bucket, tmp_path):
     with quick_bucket.manager(tmp_path / "a", sync_every=100) as manager:
+        manager.sync_now()  # what opening has begun
         save_steps(manager, 0, 1)
         assert quick_bucket.seqs() == []
     assert_pushed(quick_bucket, tmp_path / "a")
