@@ -68,7 +68,9 @@ def waits(step, stop, manager, autosave):
     while not stop.requested:
         pass
     say("asked")
-    threading.Event().wait()
+    # A wait without an end sleeps through a signal that comes right before it.
+    while True:
+        threading.Event().wait(0.05)
 
 
 STEPS = {
