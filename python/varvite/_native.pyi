@@ -344,6 +344,8 @@ class Engine:
         """Damage that merges in the background met: (object, offset in bytes, what, steps) of each, once."""
     def sync_now(self) -> Synced:
         """Waits for a push that runs, then pushes everything that the bucket lacks."""
+    def sync_last(self) -> Synced:
+        """The same, but what the push that runs fails of is not tried again."""
     def sync_state(self) -> SyncFigures | None:
         """What is known of the bucket; `None` where there is none, or this engine doesn't write."""
     def take_sync_failure(self) -> str | None:

@@ -81,7 +81,7 @@ class BackgroundSync:
             return
         try:
             if state.last_error is None:
-                self._engine.sync_now()
+                self._engine.sync_last()
             else:
                 self._engine.raise_sync_failure()
         except CheckpointError as failure:

@@ -428,6 +428,13 @@ impl Engine {
         convert::synced(py, &report)
     }
 
+    /// The same, but what the push that runs fails of is not tried again.
+    fn sync_last<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let cancelled = AtomicBool::new(false);
+        let report = interruptible(py, &cancelled, || self.required_syncer()?.sync_last(&cancelled))?;
+        convert::synced(py, &report)
+    }
+
     /// What is known of the bucket; `None` where there is none, or this engine doesn't write.
     fn sync_state<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let state = py.detach(|| self.syncer.as_ref().map(|syncer| syncer.state()));

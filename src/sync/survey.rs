@@ -183,7 +183,8 @@ impl TieredStore {
         Error::Conflict {
             object: format!("{}/snapshots", self.remote.root()),
             by: format!(
-                "it has used numbers that snapshots in `{}` have as well and were never pushed: {}",
+                "another run has used numbers there that snapshots in `{}` have as well and were never pushed: {}; \
+                 `varvite ls --remote` shows both, `diverged=\"discard\"` drops those of the folder",
                 self.local.root(),
                 numbers.join(", ")
             ),

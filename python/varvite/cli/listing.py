@@ -12,7 +12,7 @@ from varvite.cli.clear import show_clear
 from varvite.cli.opening import Place, opened, snapshot_facts
 from varvite.cli.options import bytes_option, run_argument, with_output
 from varvite.cli.output import Cell, Column, Output, bad, damaged_row, dim, doubtful, good
-from varvite.cli.sides import Side, pending, read_bucket, read_side, require_same
+from varvite.cli.sides import Side, differing, pending, read_bucket, read_side, require_same
 from varvite.cli.text import counted, created_text, metrics_text, printable
 from varvite.errors import EncryptionKeyError
 from varvite.records import format_bytes
@@ -97,6 +97,7 @@ class _Found:
     def __init__(self, here: Side) -> None:
         self.here = here
         self.there: Side | None = None
+        self.differing: list[int] = []
         self._url = ""
         self._join(here.headers, here.damaged, here.tags)
 
@@ -114,13 +115,16 @@ class _Found:
         """Adds what lies in a bucket."""
         require_same(self.here, there)
         self.there, self._url = there, url
+        self.differing = differing(self.here, there)
         damaged = [*self.here.damaged, *((seq, f"in the bucket: {why}") for seq, why in there.damaged)]
         seqs = there.tags.keys() | self.here.tags.keys()
         tags = {seq: sorted({*self.here.tags.get(seq, []), *there.tags.get(seq, [])}) for seq in seqs}
         self._join({**there.headers, **self.here.headers}, damaged, tags)
 
     def place_of(self, seq: int) -> str:
-        """Returns where a snapshot lies: `here`, `bucket` or `both`."""
+        """Returns where a snapshot lies: `here`, `bucket`, `both`; `differs` where two have its number."""
+        if seq in self.differing:
+            return "differs"
         if self.there is None or seq not in self.there.headers:
             return "here"
         return "both" if seq in self.here.headers else "bucket"
@@ -139,6 +143,14 @@ class _Found:
     def say_pending(self, output: Output) -> None:
         """Says what the bucket lacks."""
         if self.there is None:
+            return
+        if self.differing:
+            numbers = ", ".join(map(str, self.differing))
+            output.warning(
+                f"another writer has used numbers of this folder in the bucket: {numbers}. Nothing is pushed "
+                "from here any more: give this folder a prefix of its own, or open it with "
+                '`diverged="discard"`, which drops what the bucket does not have'
+            )
             return
         left = pending(self.here, self.there)
         if left.snapshots:
@@ -180,4 +192,4 @@ class _Shown:
         if self._found.there is None:
             return []
         place = self._found.place_of(seq)
-        return [{"both": good, "here": doubtful}.get(place, Cell)(place)]
+        return [{"both": good, "here": doubtful, "differs": bad}.get(place, Cell)(place)]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from varvite._native import Engine
     from varvite.native_types import Header
 
-__all__ = ["Pending", "Side", "packs_of", "pending", "read_bucket", "read_side", "require_same"]
+__all__ = ["Pending", "Side", "differing", "packs_of", "pending", "read_bucket", "read_side", "require_same"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,16 @@ def require_same(here: Side, bucket: Side) -> None:
             what="remote",
             reason=reason,
         )
+
+
+def differing(here: Side, bucket: Side) -> list[int]:
+    """Returns the numbers that two snapshots have: one here, and another writer's in the bucket."""
+
+    def identity(header: Header) -> tuple[int, int, str]:
+        return header["step"], header["created_at_unix_ms"], header["digest"]
+
+    both = sorted(here.headers.keys() & bucket.headers.keys())
+    return [seq for seq in both if identity(here.headers[seq]) != identity(bucket.headers[seq])]
 
 
 def pending(here: Side, bucket: Side) -> Pending:

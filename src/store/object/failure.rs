@@ -239,6 +239,9 @@ impl Failure {
             Kind::Unreachable(io::ErrorKind::HostUnreachable) => {
                 format!("the host is not known: {text} (check `endpoint`, and the network)")
             }
+            Kind::Unreachable(io::ErrorKind::ConnectionRefused) => {
+                format!("nobody answers there: {text} (check `endpoint`, and whether the server runs)")
+            }
             _ => text,
         };
         Self::new(kind, text)

@@ -1,5 +1,7 @@
 //! Whether a server does what the promises of a bucket rest on, found out with an object of our own.
 
+use std::time::Duration;
+
 use object_store::PutMode as Put;
 
 use super::super::{Folder, Key};
@@ -20,9 +22,13 @@ impl Client {
         let name = format!("{PROBE_START}{:08x}{:08x}", random_u32(), random_u32());
         let key = Key::new(Folder::Uploads, &name)?;
         let found = self.probe_with(&key);
-        let removed = self.delete(Folder::Uploads, &[name]);
+        if found.is_err() {
+            // Whoever can't be reached is not waited for again; what is left is removed by a later probe.
+            let _ = self.delete_within(Folder::Uploads, &[name], Duration::ZERO);
+            return found;
+        }
+        self.delete(Folder::Uploads, &[name])?;
         let found = found?;
-        removed?;
         let is_whole = found.put_if_absent && found.swap;
         if !is_whole && !self.settings.single_writer {
             return Err(self.refuse(found));

@@ -23,7 +23,7 @@ const PARALLEL: usize = 8;
 const PARALLEL_LIMIT: usize = 256;
 
 /// Seconds for which a request is sent again.
-const RETRY_SECONDS: f64 = 180.0;
+const RETRY_SECONDS: f64 = 30.0;
 
 /// How requests are sent.
 #[derive(Clone, Debug)]

@@ -229,6 +229,28 @@ def test_ls_shows_where_snapshots_lie(run: Path, pushed: str, bucket: Bucket, at
     assert text.stderr.startswith("1 snapshot to push: 1 pack, ")
 
 
+def test_ls_shows_that_another_writer_has_used_a_number(
+    run: Path, pushed: str, bucket: Bucket, at: list[str], tmp_path: Path
+) -> None:
+    # Another machine has gone on from the second snapshot, and this one did not hear of it.
+    copy = bucket.download(tmp_path / "copy")
+    for path in (copy / "snapshots" / "3.json", *(copy / "packs").glob("3-*")):
+        path.unlink()
+    with CheckpointManager(copy, fsync=False) as manager:
+        manager.save_sync(9, {"w": torch.full((3,), 7.0)}, rng=False)
+    for name in ("snapshots/3.json", *(f"packs/{path.name}" for path in (copy / "packs").iterdir())):
+        bucket.put(name, (copy / name).read_bytes())
+    found = document("ls", run, "--remote", pushed, *at)
+    assert [(row["seq"], row["where"]) for row in found["snapshots"]] == [
+        (1, "both"),
+        (2, "both"),
+        (3, "differs"),
+    ]
+    told = varvite("ls", run, "--remote", pushed, *at).stderr
+    assert "another writer has used numbers of this folder in the bucket: 3." in told
+    assert "nothing to push" not in told
+
+
 def test_ls_of_a_folder_and_a_bucket_that_holds_nothing(run: Path, bucket: Bucket, at: list[str]) -> None:
     found = document("ls", run, "--remote", bucket.url, *at)
     assert {row["where"] for row in found["snapshots"]} == {"here"}

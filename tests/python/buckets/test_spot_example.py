@@ -31,11 +31,12 @@ def spot(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return spot
 
 
-def play(*arguments: object, timeout: float = 115) -> str:
-    """Runs the example and returns what it wrote."""
+def play(place: Path, *arguments: object, timeout: float = 115) -> str:
+    """Runs the example in a folder, beside keys for another cloud, and returns what it wrote."""
     command = [sys.executable, str(EXAMPLES / "spot.py"), *map(str, arguments)]
+    environment = clean_environment(AWS_ACCESS_KEY_ID="another", AWS_SECRET_ACCESS_KEY="cloud")
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=timeout, env=clean_environment()
+        command, capture_output=True, text=True, check=False, timeout=timeout, cwd=place, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -44,7 +45,7 @@ def play(*arguments: object, timeout: float = 115) -> str:
 @pytest.mark.slow
 def test_it_starts_a_server_loses_its_machines_and_ends_bit_equal(tmp_path: Path) -> None:
     steps, kills = (48, 4) if EVERYTHING else (16, 1)
-    written = play("--folder", tmp_path / "spot", "--steps", steps, "--kills", kills, "--seed", 3)
+    written = play(tmp_path, "--folder", "spot", "--steps", steps, "--kills", kills, "--seed", 3)
     assert "the bucket: s3://spot/run" in written
     assert re.search(rf"kills that hit: {kills} of {kills}, in the middle of a push: [0-{kills}]\n", written)
     assert written.endswith("verdict: bit-equal\n")
@@ -62,6 +63,7 @@ def test_it_starts_a_server_loses_its_machines_and_ends_bit_equal(tmp_path: Path
 def test_it_takes_any_bucket(tmp_path: Path, quick_bucket: Bucket) -> None:
     options = [word for name, value in quick_bucket.options().items() for word in ("-o", f"{name}={value}")]
     written = play(
+        tmp_path,
         *("--folder", tmp_path / "spot", "--steps", 16, "--kills", 1, "--seed", 1),
         *("--bucket", quick_bucket.url, *options),
     )
