@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Deserialize;
@@ -122,6 +123,11 @@ impl CredentialSource for PythonCredentials {
 
 fn credentials(function: &Bound<'_, PyAny>) -> PyResult<Credentials> {
     let given = function.call0()?;
+    if !given.hasattr("get")? {
+        let kind = given.get_type().name()?;
+        let wanted = "a dict with `access_key_id` and `secret_access_key`";
+        return Err(PyTypeError::new_err(format!("it returned a {kind}, not {wanted}")));
+    }
     let text = |name: &str| given.get_item(name).and_then(|value| value.extract::<String>());
     let optional = |name: &str| -> PyResult<Option<Bound<'_, PyAny>>> {
         Ok(given.call_method1("get", (name,))?.into_any()).map(|value| (!value.is_none()).then_some(value))
@@ -129,7 +135,9 @@ fn credentials(function: &Bound<'_, PyAny>) -> PyResult<Credentials> {
     let expires_at_unix_seconds = match optional("expires_at")? {
         None => None,
         Some(value) if value.hasattr("timestamp")? => Some(value.call_method0("timestamp")?.extract()?),
-        Some(value) => Some(value.extract()?),
+        Some(value) => Some(value.extract().map_err(|_| {
+            PyTypeError::new_err("`expires_at` must be a datetime, or seconds since 1970 as a number")
+        })?),
     };
     Ok(Credentials {
         access_key_id: text("access_key_id")?,

@@ -35,9 +35,9 @@ __all__ = ["pull", "push"]
 def push(run: Place, url: str, dry_run: bool, output: Output) -> int:
     """Push everything of folder RUN that the bucket at URL lacks, the newest snapshot first.
 
-    The bucket then holds each snapshot whole. What was removed here since the last push is removed there.
-    A run that is saving pushes by itself, and keeps this command out: exit 11. With `--dry-run` nothing is
-    locked or changed, and packs that a push that was cut short has sent count as lacking.
+    The bucket then holds each snapshot whole. What a run that pushes there has removed here is removed
+    there. A run that is saving pushes by itself, and keeps this command out: exit 11. With `--dry-run`
+    nothing is locked or changed, and packs that a push that was cut short has sent count as lacking.
     """
     if run.is_bucket:
         raise click.UsageError("RUN must be a folder: `varvite pull` copies from a bucket")

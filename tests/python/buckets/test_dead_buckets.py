@@ -385,12 +385,24 @@ def test_credentials_that_are_never_good_are_an_error(open_bucket, proxy_before,
 
 
 @pytest.mark.parametrize(
-    "given", [None, {}, {"access_key_id": 1, "secret_access_key": "x"}, {"access_key_id": "a"}], ids=str
+    ("given", "told"),
+    [
+        (None, "it returned a NoneType, not a dict with `access_key_id`"),
+        ({}, "access_key_id"),
+        ({"access_key_id": 1, "secret_access_key": "x"}, "str"),
+        ({"access_key_id": "a"}, "secret_access_key"),
+        (
+            {"access_key_id": "a", "secret_access_key": "b", "expires_at": "tomorrow"},
+            "`expires_at` must be a datetime, or seconds since 1970",
+        ),
+    ],
+    ids=["nothing", "an empty dict", "a number", "half", "a wrong time"],
 )
-def test_a_source_of_credentials_that_gives_none(open_bucket, tmp_path, given):
+def test_a_source_of_credentials_that_gives_none(open_bucket, tmp_path, given, told):
     options = by(lambda: given, open_bucket, open_bucket.server.endpoint, **GIVES_UP)
-    with pytest.raises(CheckpointError, match="credentials"):
+    with pytest.raises(CheckpointError, match="credentials") as caught:
         CheckpointManager(tmp_path / "a", remote=open_bucket.url, remote_options=options)
+    assert told in str(caught.value)
 
 
 def test_a_source_of_credentials_that_raises(open_bucket, tmp_path):
