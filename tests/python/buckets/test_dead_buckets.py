@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import signal
 import ssl
+import threading
 import time
 
 import certificates
@@ -86,6 +87,30 @@ def test_a_final_save_is_here_where_only_its_push_failed(quick_bucket, proxy_bef
     manager.sync_now()
     manager.close()
     assert quick_bucket.check_whole(tmp_path / "look") == [0]
+
+
+@pytest.mark.filterwarnings("ignore:pushing to:RuntimeWarning")
+def test_a_close_tries_nothing_again_that_the_running_push_fails_of(quick_bucket, proxy_before, tmp_path):
+    proxy, hold, raised = proxy_before(quick_bucket), faults.Hold(), []
+    manager = quick_bucket.manager(tmp_path / "a", endpoint=proxy.endpoint, remote_options=GIVES_UP)
+    manager.sync_now()  # what opening has begun
+    proxy.add(hold, operation="put", key="*/packs/*")
+    denied = proxy.add(faults.DENIED, operation="put", key="*/snapshots/*")
+    save_steps(manager, 0)
+    assert hold.reached.wait(30)
+
+    def close():
+        try:
+            manager.close()
+        except StoreError as error:
+            raised.append(error)
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    hold.let_go()
+    closing.join(30)
+    assert "AccessDenied" in str(raised[0])
+    assert denied.fired == 1
 
 
 def await_request(rule):
