@@ -191,6 +191,12 @@ impl Syncer {
         })
     }
 
+    /// True where the bucket has not been told of something that was put or removed here.
+    #[must_use]
+    pub fn has_changed(&self) -> bool {
+        self.is_same_process() && self.tiers.has_changed()
+    }
+
     /// How the bucket stands to the folder; of a fork only the address.
     #[must_use]
     pub fn state(&self) -> SyncState {

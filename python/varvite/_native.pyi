@@ -346,6 +346,8 @@ class Engine:
         """Waits for a push that runs, then pushes everything that the bucket lacks."""
     def sync_last(self) -> Synced:
         """The same, but what the push that runs fails of is not tried again."""
+    def has_unsent(self) -> bool:
+        """Whether the bucket has not been told of something that was put or removed here."""
     def sync_state(self) -> SyncFigures | None:
         """What is known of the bucket; `None` where there is none, or this engine doesn't write."""
     def take_sync_failure(self) -> str | None:

@@ -77,6 +77,8 @@ class BackgroundSync:
         if state is None:
             return
         has_work = state.unpushed or state.pending_objects or state.pending_removals
+        # Tags and receipts come without a commit.
+        has_work = has_work or self._engine.has_unsent()
         if not has_work and state.last_error is None:
             return
         try:

@@ -428,7 +428,12 @@ impl Engine {
         convert::synced(py, &report)
     }
 
-    /// The same, but what the push that runs fails of is not tried again.
+    /// Whether the bucket has not been told of something that was put or removed here.
+    fn has_unsent(&self) -> bool {
+        self.syncer.as_ref().is_some_and(|syncer| syncer.has_changed())
+    }
+
+    /// Waits for a push that runs, then pushes; what the one that runs fails of is not tried again.
     fn sync_last<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let cancelled = AtomicBool::new(false);
         let report = interruptible(py, &cancelled, || self.required_syncer()?.sync_last(&cancelled))?;

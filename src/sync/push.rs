@@ -72,6 +72,15 @@ impl TieredStore {
     /// [`Error::Store`] where the bucket or the folder fails; [`Error::Corrupt`] where a snapshot of the folder is
     /// damaged, after all others were pushed; [`Error::Interrupted`] after a cancel.
     pub fn push(&self, control: PushControl<'_>) -> Result<Pushed> {
+        let had_changed = self.has_changed.swap(false, Ordering::Relaxed);
+        let pushed = self.push_all(control);
+        if had_changed && pushed.as_ref().map_or(true, |done| done.is_outrun) {
+            self.has_changed.store(true, Ordering::Relaxed);
+        }
+        pushed
+    }
+
+    fn push_all(&self, control: PushControl<'_>) -> Result<Pushed> {
         self.require_lease()?;
         // A writer that was paused hears of it here, even where there is nothing to push.
         self.lease.renew()?;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -50,6 +50,8 @@ pub struct TieredStore {
     pub(super) notes: Arc<Notes>,
     pub(super) heads: Heads,
     pub(super) moved_bytes: AtomicU64,
+    /// Something was put or removed here since the last push began that has succeeded.
+    pub(super) has_changed: AtomicBool,
     /// Held while objects are noted as removed and then deleted here: in between a note looks void.
     pub(super) removing: Mutex<()>,
     state: Mutex<State>,
@@ -120,6 +122,7 @@ impl TieredStore {
             notes,
             heads: Heads::default(),
             moved_bytes: AtomicU64::new(0),
+            has_changed: AtomicBool::new(false),
             removing: Mutex::default(),
             state: Mutex::default(),
         }))
@@ -210,6 +213,12 @@ impl TieredStore {
             || !self.standing().0.is_empty()
             || !self.notes.removals().is_empty()
             || !self.notes.uploads().is_empty()
+    }
+
+    /// True where this handle has put or removed what the bucket has not been told of: a snapshot, a tag, a receipt.
+    #[must_use]
+    pub fn has_changed(&self) -> bool {
+        self.has_changed.load(Ordering::Relaxed)
     }
 
     /// True where the bucket was seen with the lease in hand.
@@ -413,6 +422,9 @@ impl Store for TieredStore {
         {
             return Err(collision);
         }
+        if MIRRORED.contains(&key.folder()) {
+            self.has_changed.store(true, Ordering::Relaxed);
+        }
         let done = self.local.put(key, bytes, mode);
         // Also after a failure: either object may lie there now.
         let mut state = self.state();
@@ -431,6 +443,7 @@ impl Store for TieredStore {
         if is_mirrored && self.is_writer() {
             let keys = names.iter().map(|name| Key::new(folder, name)).collect::<Result<Vec<_>>>()?;
             let _removing = self.removing.lock().unwrap_or_else(PoisonError::into_inner);
+            self.has_changed.store(true, Ordering::Relaxed);
             self.notes.remove(keys)?;
             return self.local.delete(folder, names);
         }

@@ -430,3 +430,24 @@ fn a_file_that_lies_in_the_bucket_under_a_new_name_collides() {
     let error = trainer.tiers.put(&key(Folder::Tags, "taken"), b"ours", PutMode::IfAbsent).unwrap_err();
     assert!(matches!(error, Error::Conflict { .. }), "{error}");
 }
+
+#[test]
+fn what_the_bucket_has_not_been_told_of_is_known() {
+    let machine = Machine::new(&MemoryRemote::new());
+    let trainer = machine.open().unwrap();
+    trainer.save(1);
+    assert!(trainer.syncer.has_changed());
+    trainer.sync().unwrap();
+    assert!(!trainer.syncer.has_changed());
+    // Tags and receipts come without a commit, and nothing else would push them.
+    trainer.repository.pin(1, "kept").unwrap();
+    assert!(trainer.syncer.has_changed());
+    machine.remote.cut_off();
+    assert!(trainer.sync().is_err());
+    assert!(trainer.syncer.has_changed(), "the push failed");
+    machine.remote.heal();
+    trainer.sync().unwrap();
+    assert!(!trainer.syncer.has_changed());
+    trainer.repository.unpin("kept").unwrap();
+    assert!(trainer.syncer.has_changed());
+}

@@ -88,6 +88,17 @@ def test_a_close_pushes_what_is_pending(quick_bucket, tmp_path):
     assert_pushed(quick_bucket, tmp_path / "a")
 
 
+def test_a_close_pushes_a_tag_that_came_after_everything_else(quick_bucket, tmp_path):
+    with quick_bucket.manager(tmp_path / "a") as manager:
+        save_steps(manager, 0)
+        manager.sync_now()
+        manager.pin(0, "late")
+    assert quick_bucket.names("tags/") == ["tags/late"]
+    with quick_bucket.manager(tmp_path / "a") as manager:
+        manager.unpin("late")
+    assert quick_bucket.names("tags/") == []
+
+
 def test_a_final_save_is_in_the_bucket_when_it_returns(quick_bucket, tmp_path):
     with quick_bucket.manager(tmp_path / "a", sync_every=100) as manager:
         info = manager.save_final(0, state_of(0), rng=False)
