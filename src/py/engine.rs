@@ -74,8 +74,7 @@ impl Engine {
         key: Option<Vec<u8>>,
         encrypt: bool,
     ) -> PyResult<Self> {
-        let cancelled = Arc::new(AtomicBool::new(false));
-        let open = || -> Result<Self> {
+        let open = |_: &AtomicBool| -> Result<Self> {
             let access = match access {
                 "write" => Access::Write,
                 "rank" => Access::Rank,
@@ -105,7 +104,6 @@ impl Engine {
             let merge: Option<MergePolicy> =
                 serde_json::from_str(merge).map_err(|error| Error::invalid("merge", error.to_string()))?;
             let remote = remote.map(|text| Remote::read(text, credentials)).transpose()?;
-            let remote = remote.map(|remote| remote.cancelled_by(&cancelled));
             let asks_a_bucket = remote.is_some();
             let local = LocalOptions { sync, read_only: access == Access::Read };
             let key = key.map(|bytes| MasterKey::new(&bytes)).transpose()?;
@@ -129,7 +127,7 @@ impl Engine {
             Ok(Self { merger: Merger::new(repository.clone()), repository, syncer, asks_a_bucket })
         };
         // Where a lease has to run out first, somebody may not want to wait.
-        interruptible(py, &cancelled, open)
+        interruptible(py, open)
     }
 
     /// The root, for messages.
@@ -197,11 +195,10 @@ impl Engine {
         let Described { entries, memories, sources, .. } = tensors.get().take(py)?;
         let texts = Texts { metadata, structure, rank_structure };
         let request = texts.request(step, metrics, entries).map_err(|error| raise(py, &error))?;
-        let cancelled = AtomicBool::new(false);
         let repository = &self.repository;
-        let report = interruptible(py, &cancelled, || {
+        let report = interruptible(py, |cancelled| {
             let bytes: Vec<&[u8]> = memories.iter().map(|source| source.memory.bytes()).collect();
-            repository.save_sync(request, &bytes, &cancelled)
+            repository.save_sync(request, &bytes, cancelled)
         });
         drop(sources);
         let report = report?;
@@ -263,11 +260,10 @@ impl Engine {
         let part = Part { ticket, rank, structure, rank_structure };
         let request = part.request(py, &self.repository, tensors.get(), &mut described)?;
         let Described { memories, sources, .. } = described;
-        let cancelled = AtomicBool::new(false);
         let repository = &self.repository;
-        let report = interruptible(py, &cancelled, || {
+        let report = interruptible(py, |cancelled| {
             let bytes: Vec<&[u8]> = memories.iter().map(|source| source.memory.bytes()).collect();
-            repository.write_part(request, &bytes, &cancelled)
+            repository.write_part(request, &bytes, cancelled)
         });
         drop(sources);
         convert::part(py, &report?)
@@ -394,21 +390,18 @@ impl Engine {
 
     /// Waits for a merge that runs, then merges everything of which something is gained.
     fn merge_now<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let cancelled = AtomicBool::new(false);
-        let report = interruptible(py, &cancelled, || self.merger.merge_now(&cancelled))?;
+        let report = interruptible(py, |cancelled| self.merger.merge_now(cancelled))?;
         convert::merge(py, &report)
     }
 
     /// Waits until no merge runs in the background.
     fn wait_merge(&self, py: Python<'_>) -> PyResult<()> {
-        let cancelled = AtomicBool::new(false);
-        interruptible(py, &cancelled, || self.merger.wait(&cancelled))
+        interruptible(py, |cancelled| self.merger.wait(cancelled))
     }
 
     /// Ends a merge that runs in the background, and starts no more.
     fn stop_merge(&self, py: Python<'_>) -> PyResult<()> {
-        let cancelled = AtomicBool::new(false);
-        interruptible(py, &cancelled, || self.merger.stop(&cancelled))
+        interruptible(py, |cancelled| self.merger.stop(cancelled))
     }
 
     /// Raises the oldest failure of a merge in the background that was not raised yet.
@@ -423,8 +416,7 @@ impl Engine {
 
     /// Waits for a push that runs, then pushes everything that the bucket lacks.
     fn sync_now<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let cancelled = AtomicBool::new(false);
-        let report = interruptible(py, &cancelled, || self.required_syncer()?.sync_now(&cancelled))?;
+        let report = interruptible(py, |cancelled| self.required_syncer()?.sync_now(cancelled))?;
         convert::synced(py, &report)
     }
 
@@ -435,8 +427,7 @@ impl Engine {
 
     /// Waits for a push that runs, then pushes; what the one that runs fails of is not tried again.
     fn sync_last<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let cancelled = AtomicBool::new(false);
-        let report = interruptible(py, &cancelled, || self.required_syncer()?.sync_last(&cancelled))?;
+        let report = interruptible(py, |cancelled| self.required_syncer()?.sync_last(cancelled))?;
         convert::synced(py, &report)
     }
 
@@ -460,14 +451,12 @@ impl Engine {
     /// Ends the push that runs, starts no more, and lets go of the place in the bucket.
     fn stop_sync(&self, py: Python<'_>) -> PyResult<()> {
         let Some(syncer) = &self.syncer else { return Ok(()) };
-        let cancelled = AtomicBool::new(false);
-        interruptible(py, &cancelled, || syncer.stop(&cancelled))
+        interruptible(py, |cancelled| syncer.stop(cancelled))
     }
 
     /// Checks one snapshot, or all.
     fn verify<'py>(&self, py: Python<'py>, seq: Option<u64>, sample: f64) -> PyResult<Bound<'py, PyDict>> {
-        let cancelled = AtomicBool::new(false);
-        let report = interruptible(py, &cancelled, || self.repository.verify(seq, sample, &cancelled))?;
+        let report = interruptible(py, |cancelled| self.repository.verify(seq, sample, cancelled))?;
         convert::verification(py, &report)
     }
 
@@ -494,7 +483,7 @@ impl Engine {
     /// Runs what a folder answers at once, and a bucket after a while that Ctrl-C ends.
     fn ask<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
         if self.asks_a_bucket {
-            return interruptible(py, &AtomicBool::new(false), work);
+            return interruptible(py, |_| work());
         }
         py.detach(work).map_err(|error| raise(py, &error))
     }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
@@ -175,14 +174,12 @@ impl SnapshotReader {
         }
         let mut targets = Targets::new(memories, &names).map_err(|error| raise(py, &error))?;
         let mut slices = targets.slices();
-        let cancelled = AtomicBool::new(false);
-        interruptible(py, &cancelled, || self.snapshot.read(&wants, &mut slices, &cancelled))
+        interruptible(py, |cancelled| self.snapshot.read(&wants, &mut slices, cancelled))
     }
 
     /// Verifies entries without keeping their bytes; returns verified raw bytes.
     fn check(&self, py: Python<'_>, indices: Vec<usize>) -> PyResult<u64> {
-        let cancelled = AtomicBool::new(false);
-        interruptible(py, &cancelled, || self.snapshot.check(&indices, &cancelled))
+        interruptible(py, |cancelled| self.snapshot.check(&indices, cancelled))
     }
 
     /// An entry inside a mapped pack: (pack, offset in bytes from its start, length in bytes), or `None`

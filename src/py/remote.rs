@@ -53,12 +53,6 @@ impl Remote {
     fn open(self) -> Result<Arc<BucketStore>> {
         BucketStore::open(self.bucket).map(Arc::new)
     }
-
-    /// The same, which waits for the lease of another writer until this is set.
-    pub(super) fn cancelled_by(mut self, cancelled: &Arc<AtomicBool>) -> Self {
-        self.sync.cancelled = Arc::clone(cancelled);
-        self
-    }
 }
 
 /// Where a repository lies.
@@ -162,14 +156,14 @@ pub(super) fn pull_snapshots<'py>(
     moved: Option<Py<PyAny>>,
     key: Option<&[u8]>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let (cancelled, moved_bytes) = (AtomicBool::new(false), AtomicU64::new(0));
+    let moved_bytes = AtomicU64::new(0);
     let ended = AtomicBool::new(false);
     let report = std::thread::scope(|scope| {
         let told = moved.map(|function| {
             let (moved_bytes, ended) = (&moved_bytes, &ended);
             scope.spawn(move || tell(&function, moved_bytes, ended))
         });
-        let report = interruptible(py, &cancelled, || {
+        let report = interruptible(py, |cancelled| {
             let master = key.map(MasterKey::new).transpose()?;
             let remote = Remote::read(remote, credentials)?;
             let limit_bytes_per_second = remote.sync.limit_bytes_per_second;
@@ -177,8 +171,7 @@ pub(super) fn pull_snapshots<'py>(
             let local: Arc<dyn Store> = Arc::new(LocalStore::open(&folder, LocalOptions::default())?);
             local.create_folders()?;
             let _lock = local.lock(&holder())?;
-            let transfer =
-                Transfer { cancelled: &cancelled, moved_bytes: &moved_bytes, limit_bytes_per_second };
+            let transfer = Transfer { cancelled, moved_bytes: &moved_bytes, limit_bytes_per_second };
             pull(bucket.as_ref(), &local, &seqs, master.as_ref(), transfer)
         });
         ended.store(true, Ordering::Relaxed);
@@ -199,8 +192,7 @@ pub(super) fn read_clear<'py>(
     remote: Option<&str>,
     credentials: Option<Py<PyAny>>,
 ) -> PyResult<Option<Bound<'py, PyDict>>> {
-    let cancelled = AtomicBool::new(false);
-    let clear = interruptible(py, &cancelled, || {
+    let clear = interruptible(py, |_| {
         let remote = remote.map(|text| Remote::read(text, credentials)).transpose()?;
         let local = LocalOptions { read_only: true, ..LocalOptions::default() };
         Clear::read(Places::open(path.as_deref(), local, remote, Access::Read, None)?.store.as_ref())
@@ -248,8 +240,7 @@ pub(super) fn probe_bucket<'py>(
     remote: &str,
     credentials: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let cancelled = AtomicBool::new(false);
-    let (found, rates) = interruptible(py, &cancelled, || {
+    let (found, rates) = interruptible(py, |_| {
         let bucket = Remote::read(remote, credentials)?.open()?;
         let found = bucket.probe()?;
         Ok((found, Rates::measure(bucket.as_ref())?))

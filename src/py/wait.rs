@@ -16,21 +16,21 @@ pub(crate) const POLL: Duration = Duration::from_millis(50);
 
 /// Runs `work` on a thread of its own, detached, and polls for signals meanwhile.
 ///
-/// A signal whose handler raises (Ctrl-C) sets `cancelled`, ends the wait for a server, waits for the work to end, and is
-/// raised.
+/// A signal whose handler raises (Ctrl-C) sets the flag that `work` is given, which also ends its waits for a server;
+/// waits for the work to end, and is raised.
 pub(crate) fn interruptible<T: Send>(
     py: Python<'_>,
-    cancelled: &AtomicBool,
-    work: impl FnOnce() -> Result<T> + Send,
+    work: impl FnOnce(&AtomicBool) -> Result<T> + Send,
 ) -> PyResult<T> {
     let (mut interrupted, interrupt) = (None, Interrupt::default());
     let outcome = std::thread::scope(|scope| {
         let (sender, mut receiver) = mpsc::sync_channel(1);
-        let given = Some(Arc::clone(&interrupt));
+        let cancelled = Arc::clone(&interrupt);
         let started =
             std::thread::Builder::new().name("varvite-call".to_owned()).spawn_scoped(scope, move || {
                 // The receiver only goes away with this scope.
-                let _ = sender.send(guarded(|| within_call(given, work)));
+                let given = Some(Arc::clone(&cancelled));
+                let _ = sender.send(guarded(|| within_call(given, || work(&cancelled))));
             });
         if let Err(error) = started {
             return Err(Error::store("start a thread for", "the call")(error));
@@ -48,7 +48,6 @@ pub(crate) fn interruptible<T: Send>(
                 }
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     if let Err(signal) = py.check_signals() {
-                        cancelled.store(true, Ordering::Relaxed);
                         interrupt.store(true, Ordering::Relaxed);
                         interrupted.get_or_insert(signal);
                     }

@@ -5,7 +5,7 @@
 //! renewal, and renews before it publishes anything that counts.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use crate::format::{limits, names};
 use crate::process::ProcessIdentity;
 use crate::store::remote::{RemoteStore, Version};
 use crate::store::{Folder, Key};
+use crate::threads::interrupt;
 
 use super::clock::{Clock, wait};
 use super::notes::Notes;
@@ -111,11 +112,12 @@ impl LeaseKeeper {
     ///
     /// # Errors
     /// [`Error::Locked`] where its holder lives; [`Error::Store`] where the bucket can't be reached: the lease
-    /// stays wanted, see [`LeaseKeeper::look`]; [`Error::Interrupted`] after a cancel.
-    pub(super) fn take(&self, holder: &str, cancelled: &AtomicBool) -> Result<()> {
+    /// stays wanted, see [`LeaseKeeper::look`]; [`Error::Interrupted`] after an
+    /// interrupt.
+    pub(super) fn take(&self, holder: &str) -> Result<()> {
         *self.standing() = Standing::Wanted { own: self.own(holder), watched: None };
         let poll = Duration::from_millis((self.milliseconds / 10).max(1));
-        let mut race_count = 0;
+        let (mut race_count, interrupt) = (0, interrupt().unwrap_or_default());
         loop {
             let holder = match self.look()? {
                 Look::Held => return Ok(()),
@@ -124,7 +126,7 @@ impl LeaseKeeper {
                     continue;
                 }
                 Look::Waiting(left) => {
-                    if let Err(error) = wait(self.clock.as_ref(), left.min(poll), cancelled) {
+                    if let Err(error) = wait(self.clock.as_ref(), left.min(poll), &interrupt) {
                         self.close();
                         return Err(error);
                     }

@@ -7,9 +7,6 @@
 //! IMPORTANT: no call that a save makes touches the network. What a save or a retention needs to know of the
 //! bucket is the *view*, taken when the lease is, and kept up by whoever pushes. FORMAT.md, "In a bucket".
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-
 use serde::Deserialize;
 
 use crate::crypt::MasterKey;
@@ -55,9 +52,6 @@ pub struct SyncOptions {
     /// Key of an encrypted repository: what is pushed and what may go stands in manifests.
     #[serde(skip)]
     pub key: Option<MasterKey>,
-    /// Set to end the wait for a lease whose holder may be dead: opening fails with [`Error::Interrupted`] soon.
-    #[serde(skip)]
-    pub cancelled: Arc<AtomicBool>,
 }
 
 /// What becomes of snapshots whose numbers another writer has used in the bucket.
@@ -81,7 +75,6 @@ impl Default for SyncOptions {
             orphan_hours: 24.0,
             takeover: false,
             key: None,
-            cancelled: Arc::default(),
         }
     }
 }

@@ -471,10 +471,7 @@ impl Store for TieredStore {
         let lost = self.notes.load()?;
         self.state().failure = lost.into_iter().next().map(Arc::new);
         let guard = TieredLock { lock: Some(lock), lease: Arc::clone(&self.lease) };
-        let taken = self
-            .lease
-            .take(holder, &self.options.cancelled)
-            .and_then(|()| self.settle(self.options.diverged));
+        let taken = self.lease.take(holder).and_then(|()| self.settle(self.options.diverged));
         if let Err(error) = self.or_go_on(taken) {
             if !matches!(error, Error::Store { .. }) {
                 // The caller hears why there is no lock; a lease that stays runs out by itself.

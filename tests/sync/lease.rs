@@ -8,7 +8,8 @@ use varvite::format::lease::Lease;
 use varvite::process::ProcessIdentity;
 use varvite::repository::{Access, Repository};
 use varvite::store::{Folder, Key, Store};
-use varvite::sync::{Clock, Diverged, LeaseState, SyncOptions, TierAccess};
+use varvite::sync::{Clock, Diverged, LeaseState, TierAccess};
+use varvite::threads::{Interrupt, within_call};
 
 use crate::common::key;
 use crate::common::machine::{Machine, Trainer, check_bucket, load_elsewhere, seconds, seqs_in};
@@ -71,16 +72,17 @@ fn a_second_trainer_that_sees_the_lease_renewed_is_told_who_holds_it() {
 fn the_wait_for_a_lease_can_be_cancelled() {
     let bucket = MemoryRemote::new();
     bucket.plant(&lease_key(), &foreign().encode().unwrap());
-    let machine = Machine::new(&bucket);
+    let (machine, interrupt) = (Machine::new(&bucket), Interrupt::default());
     machine.clock.on_sleep({
-        let cancelled = Arc::clone(&machine.sync.cancelled);
-        move || cancelled.store(true, Ordering::Relaxed)
+        let interrupt = Arc::clone(&interrupt);
+        move || interrupt.store(true, Ordering::Relaxed)
     });
-    assert!(matches!(refusal(&machine), Error::Interrupted));
+    let error = within_call(Some(interrupt), || refusal(&machine));
+    assert!(matches!(error, Error::Interrupted));
     assert!(machine.clock.now() < seconds(1), "it is heeded at once");
     assert_eq!(lease_in(&bucket), foreign());
     // The folder is free for the next attempt.
-    Machine { sync: SyncOptions::default(), ..machine.restarted() }.open().unwrap();
+    machine.restarted().open().unwrap();
 }
 
 #[test]
