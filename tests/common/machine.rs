@@ -74,6 +74,14 @@ impl Machine {
     }
 }
 
+/// An empty bucket, a new machine before it, and a process there that has it open for writing.
+pub(crate) fn begin() -> (MemoryRemote, Machine, Trainer) {
+    let bucket = MemoryRemote::new();
+    let machine = Machine::new(&bucket);
+    let trainer = machine.open().unwrap();
+    (bucket, machine, trainer)
+}
+
 impl Trainer {
     pub(crate) fn save(&self, step: u64) -> u64 {
         self.save_state(step, &super::training::state_at(step))

@@ -12,7 +12,7 @@ use varvite::sync::{Clock, Diverged, LeaseState, TierAccess};
 use varvite::threads::{Interrupt, within_call};
 
 use crate::common::key;
-use crate::common::machine::{Machine, Trainer, check_bucket, load_elsewhere, seconds, seqs_in};
+use crate::common::machine::{Machine, Trainer, begin, check_bucket, load_elsewhere, seconds, seqs_in};
 use crate::common::memory_remote::{Fault, FaultMode, MemoryRemote};
 use crate::common::training::{save, state_at};
 
@@ -225,9 +225,7 @@ fn a_lease_that_cannot_be_read_is_waited_for_and_then_replaced() {
 
 #[test]
 fn handles_that_do_not_write_take_no_lease() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.sync().unwrap();
     let before = bucket.contents();
@@ -344,9 +342,7 @@ fn a_zombie_whose_manifest_comes_first_wins_that_number_and_no_other() {
 
 /// A folder comes back whose unpushed snapshots have numbers that another writer has used since.
 fn diverged() -> (MemoryRemote, Machine) {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.sync().unwrap();
     for step in 2..=4 {
@@ -410,9 +406,7 @@ fn a_branch_that_lost_is_dropped_where_that_is_wished() {
 /// A machine that died before its first push, and another one that began the run anew.
 #[test]
 fn a_run_that_was_begun_twice_is_refused_or_the_one_that_was_never_pushed_is_dropped() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.save(2);
     trainer.repository.pin(2, "mine").unwrap();

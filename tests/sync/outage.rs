@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use varvite::error::Error;
 use varvite::retain::Rule;
 
-use crate::common::machine::{Machine, load_elsewhere, seconds, seqs_in};
+use crate::common::machine::{Machine, begin, load_elsewhere, seconds, seqs_in};
 use crate::common::memory_remote::MemoryRemote;
 use crate::common::training::{load, save, state_at};
 
@@ -22,9 +22,7 @@ fn without_a_snapshot_here_nobody_can_know_whether_the_run_is_new() {
 
 #[test]
 fn with_snapshots_here_the_run_goes_on_and_the_bucket_follows_later() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.sync().unwrap();
     trainer.close();
@@ -53,9 +51,7 @@ fn with_snapshots_here_the_run_goes_on_and_the_bucket_follows_later() {
 
 #[test]
 fn the_saves_of_a_machine_that_was_cut_off_go_on_behind_what_another_one_wrote() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.sync().unwrap();
     trainer.close();
@@ -75,9 +71,7 @@ fn the_saves_of_a_machine_that_was_cut_off_go_on_behind_what_another_one_wrote()
 
 #[test]
 fn a_machine_that_was_cut_off_and_used_the_numbers_of_another_loses() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.sync().unwrap();
     trainer.close();
@@ -104,9 +98,7 @@ fn a_machine_that_was_cut_off_and_used_the_numbers_of_another_loses() {
 
 #[test]
 fn a_bucket_that_dies_later_slows_and_fails_no_save() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     machine.remote.cut_off();
     for step in 1..=3 {
         trainer.save(step);

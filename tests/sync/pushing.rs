@@ -14,16 +14,14 @@ use varvite::store::{Folder, PutMode, Store};
 use varvite::sync::TierAccess;
 use varvite::syncer::{SyncReport, Syncer};
 
-use crate::common::machine::{Machine, check_bucket, load_elsewhere, orphans_in, seqs_in};
+use crate::common::machine::{Machine, begin, check_bucket, load_elsewhere, orphans_in, seqs_in};
 use crate::common::memory_remote::{Fault, FaultMode, MemoryRemote};
 use crate::common::training::{load, options, request, state_at};
 use crate::common::{get, key, names};
 
 #[test]
 fn a_fresh_machine_resumes_from_the_bucket_alone() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     for step in 1..=3 {
         trainer.save(step);
     }
@@ -68,9 +66,7 @@ fn is_note(name: &str) -> bool {
 
 #[test]
 fn the_newest_snapshot_goes_first_and_packs_before_their_manifest() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (_bucket, machine, trainer) = begin();
     for step in 1..=3 {
         trainer.save(step);
     }
@@ -173,9 +169,7 @@ fn no_call_of_a_running_job_asks_the_bucket() {
 
 #[test]
 fn a_manifest_that_a_merge_replaced_is_swapped_after_its_packs() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     for step in 1..=4 {
         trainer.save(step);
     }
@@ -202,9 +196,7 @@ fn a_manifest_that_a_merge_replaced_is_swapped_after_its_packs() {
 
 #[test]
 fn a_lost_journal_is_rebuilt_from_listings_and_nothing_is_sent_again() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.save(2);
     trainer.repository.pin(1, "first").unwrap();
@@ -295,9 +287,7 @@ fn a_limit_of_bytes_per_second_is_kept_by_the_clock() {
 
 #[test]
 fn a_damaged_snapshot_does_not_keep_the_others_from_the_bucket() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     for step in 1..=3 {
         trainer.save(step);
     }
@@ -366,9 +356,7 @@ fn a_background_push_follows_commits_and_keeps_its_failure_until_one_succeeds() 
 
 #[test]
 fn what_failed_is_tried_again_when_its_time_has_come() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     machine.remote.arm(Fault { at: 1, mode: FaultMode::FailForever });
     trainer.sync().unwrap_err();

@@ -11,7 +11,7 @@ use varvite::store::{Folder, Store};
 use varvite::sync::TierAccess;
 use varvite::syncer::SyncReport;
 
-use crate::common::machine::{Machine, check_bucket, load_elsewhere, orphans_in, seconds, seqs_in};
+use crate::common::machine::{Machine, begin, check_bucket, load_elsewhere, orphans_in, seconds, seqs_in};
 use crate::common::memory_remote::{Fault, FaultMode, MemoryRemote};
 use crate::common::training::{load, state_at};
 use crate::common::{key, names};
@@ -90,9 +90,7 @@ fn a_snapshot_that_lies_only_in_the_bucket_can_be_deleted_with_its_packs() {
 
 #[test]
 fn a_tag_goes_from_the_bucket_however_it_went_here() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     for name in ["by-writer", "by-person", "by-hand", "stays"] {
         trainer.repository.pin(1, name).unwrap();
@@ -138,9 +136,7 @@ fn a_person_unpins_beside_a_run_what_lies_only_in_the_bucket() {
 
 #[test]
 fn files_that_somebody_lost_here_are_never_removed_there() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     for step in 1..=3 {
         trainer.save(step);
     }
@@ -160,9 +156,7 @@ fn files_that_somebody_lost_here_are_never_removed_there() {
 
 #[test]
 fn a_note_about_what_lies_here_again_is_void() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.save(2);
     trainer.sync().unwrap();
@@ -179,9 +173,7 @@ fn a_note_about_what_lies_here_again_is_void() {
 
 #[test]
 fn leftovers_of_dead_writers_go_when_they_are_surely_leftovers() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.sync().unwrap();
     trainer.close();
@@ -236,9 +228,7 @@ fn a_manifest_that_cannot_be_read_keeps_all_packs() {
 
 #[test]
 fn a_manifest_that_is_damaged_there_and_whole_here_is_put_right() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, _machine, trainer) = begin();
     trainer.save(1);
     trainer.sync().unwrap();
     bucket.plant(&key(Folder::Snapshots, "1.json"), b"rot");
@@ -248,9 +238,7 @@ fn a_manifest_that_is_damaged_there_and_whole_here_is_put_right() {
 
 #[test]
 fn what_the_bucket_lost_is_pushed_again() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, _machine, trainer) = begin();
     trainer.save(1);
     trainer.save(2);
     trainer.repository.pin(1, "first").unwrap();
@@ -268,9 +256,7 @@ fn what_the_bucket_lost_is_pushed_again() {
 
 #[test]
 fn what_was_deleted_before_another_machine_took_over_is_that_machines_to_keep() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, machine, trainer) = begin();
     trainer.save(1);
     trainer.save(2);
     trainer.sync().unwrap();
@@ -401,9 +387,7 @@ fn a_lease_that_somebody_has_removed_makes_no_other_machine_unseen() {
 
 #[test]
 fn nothing_is_deleted_so_late_that_another_writer_may_rely_on_it() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (_bucket, machine, trainer) = begin();
     for step in 1..=3 {
         trainer.save(step);
         trainer.repository.pin(step, &format!("at-{step}")).unwrap();
@@ -421,9 +405,7 @@ fn nothing_is_deleted_so_late_that_another_writer_may_rely_on_it() {
 
 #[test]
 fn a_pack_that_the_bucket_lost_is_pushed_again_although_its_manifest_is_there() {
-    let bucket = MemoryRemote::new();
-    let machine = Machine::new(&bucket);
-    let trainer = machine.open().unwrap();
+    let (bucket, _machine, trainer) = begin();
     trainer.save(1);
     trainer.save(2);
     trainer.sync().unwrap();
