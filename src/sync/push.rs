@@ -1,6 +1,6 @@
 //! The way to the bucket: what it lacks, packs before the manifest that names them.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::digest::ChunkDigest;
@@ -21,7 +21,7 @@ use super::lease::{Look, RACE_LIMIT};
 use super::plan::{self, Local, Push, missing_packs};
 use super::survey::{Identity, LocalManifest, pushed};
 use super::tiered::TieredStore;
-use super::view::Row;
+use super::view::{Row, View};
 
 /// Times that a snapshot is looked at anew because its manifest was replaced meanwhile.
 const ATTEMPT_LIMIT: usize = 4;
@@ -175,8 +175,9 @@ impl Run<'_> {
         let tiers = self.tiers;
         let local = tiers.survey()?;
         self.abort_uploads(&local)?;
-        let lacking = self.lacking(&local)?;
-        let pushes = plan::pushes(&local, &tiers.view(), &tiers.notes.all_pushed(), &lacking);
+        let (view, known) = (tiers.view(), tiers.notes.all_pushed());
+        let lacking = self.lacking(&local, &view, &known)?;
+        let pushes = plan::pushes(&local, &view, &known, &lacking);
         self.tell_pending(&local, &pushes);
         for push in &pushes {
             self.go_on()?;
@@ -208,18 +209,22 @@ impl Run<'_> {
     }
 
     /// Snapshots that lie in the bucket as they lie here, but for packs that it has lost.
-    fn lacking(&self, local: &Local) -> Result<BTreeSet<u64>> {
-        let tiers = self.tiers;
-        let (view, mut lacking) = (tiers.view(), BTreeSet::new());
+    fn lacking(
+        &self,
+        local: &Local,
+        view: &View,
+        known: &BTreeMap<Key, journal::Pushed>,
+    ) -> Result<BTreeSet<u64>> {
+        let mut lacking = BTreeSet::new();
         for (&seq, &digest) in &local.manifests {
             let key = Key::new(Folder::Snapshots, &names::manifest_name(seq))?;
             // One that stands for another one there has other packs.
-            let is_same = tiers.notes.pushed(&key).is_some_and(|pushed| pushed.local_digest.is_none());
+            let is_same = known.get(&key).is_some_and(|pushed| pushed.local_digest.is_none());
             if !is_same || !view.has(&key) {
                 continue;
             }
-            match tiers.local_table(seq, digest) {
-                Ok(table) if missing_packs(&table, &view).is_empty() => {}
+            match self.tiers.local_table(seq, digest) {
+                Ok(table) if missing_packs(&table, view).is_empty() => {}
                 Ok(_) => _ = lacking.insert(seq),
                 // It is gone by now, or can't be read: the bucket has a whole one.
                 Err(error) if error.is_damage() => {}

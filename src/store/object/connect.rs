@@ -10,7 +10,8 @@ use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as S3Key};
 use object_store::azure::{AzureConfigKey as AzureKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey as GoogleKey};
 use object_store::memory::InMemory;
-use object_store::{ClientConfigKey, RetryConfig};
+use object_store::multipart::MultipartStore;
+use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 
 use super::address::{Address, Provider};
 use super::client::{Backend, Connect};
@@ -50,8 +51,6 @@ pub(super) struct Way<'a> {
     pub(super) environment: Environment,
     pub(super) credentials: Option<Arc<dyn CredentialSource>>,
     pub(super) timeout_seconds: Option<f64>,
-    /// The file of certificates, once it was read.
-    pub(super) ca_bundle: Option<String>,
 }
 
 /// Settings of a provider, as `object_store` names them.
@@ -79,23 +78,27 @@ impl Way<'_> {
         let profile_name = self.options.remove("profile");
         let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
         let virtual_hosted = take_flag(&mut self.options, "virtual_hosted")?.unwrap_or(false);
-        let connector = self.connector(true)?;
+        let (connector, certificates) = self.connector(true)?;
         let mut config = self.s3_config()?;
         let has_credentials = takes_none || self.credentials.is_some();
         let profile = self.add_profile(&mut config, profile_name.as_deref(), has_credentials)?;
         let disabled = self.environment.get("AWS_EC2_METADATA_DISABLED").is_some_and(|value| value == "true");
         let has_none = disabled && !has_source(&config) && !takes_none;
         let endpoint = config.remove(&S3Key::S3Endpoint).or_else(|| config.remove(&S3Key::Endpoint));
+        let source = if takes_none {
+            "none: requests are not signed".to_owned()
+        } else if self.credentials.is_some() {
+            "the function that was passed".to_owned()
+        } else if has_none {
+            "nowhere".to_owned()
+        } else {
+            self.source_of(&config, profile.as_deref())
+        };
         let connection = Connection {
             endpoint: endpoint.clone(),
             region: config.get(&S3Key::Region).or_else(|| config.get(&S3Key::DefaultRegion)).cloned(),
-            credentials: Some(match () {
-                () if takes_none => "none: requests are not signed".to_owned(),
-                () if self.credentials.is_some() => "the function that was passed".to_owned(),
-                () if has_none => "nowhere".to_owned(),
-                () => self.source_of(&config, profile.as_deref()),
-            }),
-            certificates: self.ca_bundle.take(),
+            credentials: Some(source),
+            certificates,
         };
         let mut builder = AmazonS3Builder::new().with_bucket_name(&self.address.bucket);
         if let Some(endpoint) = endpoint {
@@ -111,22 +114,21 @@ impl Way<'_> {
         }
         builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
         builder = builder.with_retry(no_retry()).with_http_connector(connector);
-        let connect: Box<Connect> = Box::new(move || {
-            let store = builder.clone().build().map_err(|error| refused(&error))?;
-            Ok(Backend { credentials: credentials.clone(), ..Backend::of(store) })
-        });
-        Ok((connect, connection))
+        let complete = move |backend: Backend| Backend { credentials: credentials.clone(), ..backend };
+        Ok((connecting(move || builder.clone().build(), complete), connection))
     }
 
     /// Where the credentials come from that a request is signed with, in the order in which `object_store` looks.
     fn source_of(&self, config: &Config<S3Key>, profile: Option<&str>) -> String {
         let has = |key| config.contains_key(&key);
-        let by_role = || match () {
-            () if has(S3Key::WebIdentityTokenFile) => "a web identity token",
-            () if has(S3Key::ContainerCredentialsRelativeUri) || has(S3Key::ContainerCredentialsFullUri) => {
+        let by_role = || {
+            if has(S3Key::WebIdentityTokenFile) {
+                "a web identity token"
+            } else if has(S3Key::ContainerCredentialsRelativeUri) || has(S3Key::ContainerCredentialsFullUri) {
                 "the role of the container"
+            } else {
+                "the role of the instance, asked of its metadata service"
             }
-            () => "the role of the instance, asked of its metadata service",
         };
         match profile {
             Some(name) => format!("profile `{}`", name.escape_debug()),
@@ -217,7 +219,7 @@ impl Way<'_> {
         let mut config = self.in_environment("GOOGLE_", GoogleKey::from_str);
         config.remove(&GoogleKey::Bucket);
         let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
-        let connector = self.connector(false)?;
+        let (connector, certificates) = self.connector(false)?;
         let translate = |name: &str| (name == "endpoint").then_some("google_base_url");
         config.extend(self.chosen("google_", "", translate, GoogleKey::from_str)?);
         let mut builder = GoogleCloudStorageBuilder::new()
@@ -229,21 +231,17 @@ impl Way<'_> {
         if let Some(endpoint) = &endpoint {
             builder = builder.with_config(GoogleKey::BaseUrl, checked_endpoint(endpoint, None)?);
         }
-        let connection =
-            Connection { endpoint, certificates: self.ca_bundle.take(), ..Connection::default() };
+        let connection = Connection { endpoint, certificates, ..Connection::default() };
         builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
-        let connect: Box<Connect> = Box::new(move || {
-            let store = builder.clone().build().map_err(|error| refused(&error))?;
-            Ok(Backend { has_generations: true, ..Backend::of(store) })
-        });
-        Ok((connect, connection))
+        let complete = |backend| Backend { has_generations: true, ..backend };
+        Ok((connecting(move || builder.clone().build(), complete), connection))
     }
 
     fn azure(mut self) -> Result<(Box<Connect>, Connection)> {
         let mut config = self.in_environment("AZURE_", AzureKey::from_str);
         config.remove(&AzureKey::ContainerName);
         let takes_none = take_flag(&mut self.options, "anonymous")?.unwrap_or(false);
-        let connector = self.connector(false)?;
+        let (connector, certificates) = self.connector(false)?;
         let translate = |name: &str| (name == "endpoint").then_some("azure_endpoint");
         config.extend(self.chosen("azure_", "", translate, AzureKey::from_str)?);
         let mut builder = MicrosoftAzureBuilder::new()
@@ -256,13 +254,8 @@ impl Way<'_> {
             builder = builder.with_allow_http(checked_endpoint(endpoint, None)?.starts_with("http://"));
         }
         builder = config.into_iter().fold(builder, |builder, (key, value)| builder.with_config(key, value));
-        let connect: Box<Connect> = Box::new(move || {
-            let store = builder.clone().build().map_err(|error| refused(&error))?;
-            Ok(Backend::of(store))
-        });
-        let connection =
-            Connection { endpoint, certificates: self.ca_bundle.take(), ..Connection::default() };
-        Ok((connect, connection))
+        let connection = Connection { endpoint, certificates, ..Connection::default() };
+        Ok((connecting(move || builder.clone().build(), |backend| backend), connection))
     }
 
     /// A bucket in the memory of this process, one for each name: for tests.
@@ -310,15 +303,15 @@ impl Way<'_> {
         Ok(config)
     }
 
-    fn connector(&mut self, conditional_join: bool) -> Result<Connector> {
+    /// What carries requests, and the file of certificates that was named.
+    fn connector(&mut self, conditional_join: bool) -> Result<(Connector, Option<String>)> {
         let path = self.options.remove("ca_bundle");
         let path = path.or_else(|| self.environment.get("AWS_CA_BUNDLE").map(ToOwned::to_owned));
-        self.ca_bundle.clone_from(&path);
-        let ca_bundle = match path {
+        let ca_bundle = match &path {
             Some(path) => Some(Arc::new(read_settings(path.as_ref(), FILE_LIMIT_BYTES)?)),
             None => None,
         };
-        Ok(Connector { ca_bundle, timeout_seconds: self.timeout_seconds, conditional_join })
+        Ok((Connector { ca_bundle, timeout_seconds: self.timeout_seconds, conditional_join }, path))
     }
 }
 
@@ -375,6 +368,14 @@ fn checked_endpoint(endpoint: &str, bucket: Option<&str>) -> Result<String> {
     }
 }
 
+/// A connection to the store that `build` makes, with what `complete` adds.
+fn connecting<S: ObjectStore + MultipartStore>(
+    build: impl Fn() -> object_store::Result<S> + Send + Sync + 'static,
+    complete: impl Fn(Backend) -> Backend + Send + Sync + 'static,
+) -> Box<Connect> {
+    Box::new(move || build().map(|store| complete(Backend::of(store))).map_err(|error| refused(&error)))
+}
+
 /// Retries are ours.
 fn no_retry() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
@@ -409,14 +410,7 @@ mod tests {
         let profile = options.remove("profile");
         let address = Address::parse("s3://bkt/run")?;
         let environment = Environment::of(variables);
-        let way = Way {
-            address: &address,
-            options,
-            environment,
-            credentials: None,
-            timeout_seconds: None,
-            ca_bundle: None,
-        };
+        let way = Way { address: &address, options, environment, credentials: None, timeout_seconds: None };
         let mut config = way.s3_config()?;
         let taken = way.add_profile(&mut config, profile.as_deref(), false)?;
         let source = way.source_of(&config, taken.as_deref());

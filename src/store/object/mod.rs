@@ -95,7 +95,7 @@ impl BucketStore {
         let settings = Settings::take(&mut options)?;
         let timeout_seconds = settings.timeout_seconds;
         let address = &address;
-        let way = Way { address, options, environment, credentials, timeout_seconds, ca_bundle: None };
+        let way = Way { address, options, environment, credentials, timeout_seconds };
         let (connect, connection) = way.connect()?;
         let client = Client::new(address.root.clone(), address.prefix.clone(), settings, connect);
         client.backend()?;
